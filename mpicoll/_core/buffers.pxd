@@ -1,0 +1,13 @@
+from libc.stdint cimport int64_t
+
+cdef struct Buffer:
+    void* data
+    int64_t count
+    int itemsize
+    int dtype  # code of reductions.h, or OTHER
+    int device_type
+    int device_id
+    int contiguous
+
+cdef int read(object tensor, Buffer* buffer) except -1
+cdef object allocate_like(object tensor)

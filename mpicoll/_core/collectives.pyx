@@ -1,0 +1,653 @@
+# cython: language_level=3
+"""The collectives on contiguous memory. Knows nothing of autograd, devices or axes."""
+
+from libc.stdint cimport int64_t
+from libc.stdlib cimport free, malloc
+from libc.string cimport memcpy, memset
+
+import torch
+
+from mpicoll._core.buffers cimport Buffer, allocate_like, read
+from mpicoll._core.mpi cimport (
+    BACKWARD,
+    OTHER,
+    READY,
+    USER,
+    Comm,
+    check,
+    library,
+    usable,
+)
+from mpicoll._core.mpi_api cimport (
+    mpi_Allgather,
+    mpi_Allgatherv,
+    mpi_Allreduce,
+    mpi_Alltoall,
+    mpi_Alltoallv,
+    mpi_Barrier,
+    mpi_Bcast,
+    mpi_Exscan,
+    mpi_Gather,
+    mpi_Gatherv,
+    mpi_handle,
+    mpi_Irecv,
+    mpi_Isend,
+    mpi_Reduce,
+    mpi_Reduce_scatter,
+    mpi_Scan,
+    mpi_Scatterv,
+    mpi_status,
+    mpi_use,
+    mpi_Wait,
+)
+
+cdef extern from "reductions.h" nogil:
+    enum: MPICOLL_MAX, MPICOLL_AVG, MPICOLL_MINLOC, MPICOLL_MAXLOC
+    enum: MPICOLL_F32, MPICOLL_F64, MPICOLL_C64, MPICOLL_C128
+    int mpicoll_reduce_rows(int, int, const void* const*, int, void*, int64_t)
+    int mpicoll_scan_rows(int, int, const void* const*, int, void* const*, int64_t, int, int)
+    int mpicoll_fill_neutral(int, int, void*, int64_t)
+
+mpi_use(&library.functions)
+
+# What `elementwise` and `express` do; the Python side names them by these numbers.
+cdef enum:
+    ALLREDUCE = 0
+    BCAST = 1
+    REDUCE = 2
+    SCAN = 3
+    EXSCAN = 4
+
+cdef const char** NAMES = [
+    b"MPI_Allreduce", b"MPI_Bcast", b"MPI_Reduce", b"MPI_Scan", b"MPI_Exscan",
+]
+# Below this many bytes over all ranks, every rank gets all rows and adds them itself.
+cdef int64_t SMALL = 8192
+# Exchanges of pieces use this tag; gradient messages have tags from 1 on.
+cdef int EXCHANGE_TAG = 0
+
+
+# ---------------------------------------------------------------- elementwise: same shape everywhere
+
+
+cdef void divide(void* data, int dtype, int64_t n, int size) noexcept nogil:
+    cdef int64_t i
+    cdef float* f = <float*>data
+    cdef double* d = <double*>data
+    if dtype == MPICOLL_C64 or dtype == MPICOLL_C128:
+        n *= 2
+    if dtype == MPICOLL_F32 or dtype == MPICOLL_C64:
+        for i in range(n):
+            f[i] = f[i] / size
+    else:
+        for i in range(n):
+            d[i] = d[i] / size
+
+
+cdef int by_library(
+    Comm c, int channel, int what, char* x, char* y, int64_t n, int itemsize, int dtype, int op,
+    int root,
+) noexcept nogil:
+    """One piece through the library's own function; x == y works in place."""
+    cdef mpi_handle comm = c.handle[channel]
+    cdef mpi_handle kind = library.unit[itemsize] if what == BCAST else library.datatype[dtype]
+    cdef mpi_handle reduction = library.operation[op][dtype]
+    cdef const void* send = library.in_place if x == y else x
+    cdef int error
+    if what == ALLREDUCE:
+        error = mpi_Allreduce(send, y, <int>n, kind, reduction, comm)
+    elif what == BCAST:
+        if c.rank == root and x != y and n:
+            memcpy(y, x, n * itemsize)
+        return mpi_Bcast(y, <int>n, kind, root, comm)
+    elif what == REDUCE:
+        error = mpi_Reduce(send if c.rank == root else x, y, <int>n, kind, reduction, root, comm)
+        if c.rank != root and n:
+            memset(y, 0, n * itemsize)
+    elif what == SCAN:
+        error = mpi_Scan(send, y, <int>n, kind, reduction, comm)
+    else:
+        error = mpi_Exscan(send, y, <int>n, kind, reduction, comm)
+        if c.rank == 0:
+            mpicoll_fill_neutral(op, dtype, y, n)
+    if op == MPICOLL_AVG and not error and (what == ALLREDUCE or c.rank == root):
+        divide(y, dtype, n, c.size)
+    return error
+
+
+cdef int by_rows(
+    Comm c, int channel, int what, char* x, char* y, int64_t n, int itemsize, int dtype, int op,
+    int root, bint reverse,
+) noexcept nogil:
+    """One piece added here, in rank order: exchange blocks, combine, send the results back."""
+    cdef mpi_handle comm = c.handle[channel]
+    cdef mpi_handle unit = library.unit[itemsize]
+    cdef int size = c.size, rank = c.rank, error = 0, s, first, mine
+    cdef bint prefix = what == SCAN or what == EXSCAN
+    cdef bint small = n * itemsize * size <= SMALL
+    cdef int granule = 2 if op == MPICOLL_MINLOC or op == MPICOLL_MAXLOC else 1
+    cdef int64_t block = (n // granule + size - 1) // size * granule
+    cdef int* counts = <int*>malloc(4 * size * sizeof(int))
+    cdef int* starts = counts + size
+    cdef int* places = counts + 2 * size
+    cdef int* wanted = counts + 3 * size
+    cdef void** rows = <void**>malloc(size * sizeof(void*))
+    cdef char* scratch = <char*>malloc(size * (n if small else block) * itemsize + 1)
+    if counts == NULL or rows == NULL or scratch == NULL:
+        free(counts); free(rows); free(scratch)
+        return -1
+    if small:
+        for s in range(size):
+            rows[s] = scratch + s * n * itemsize
+        if what == REDUCE:
+            error = mpi_Gather(x, <int>n, unit, scratch, <int>n, unit, root, comm)
+            if not error and rank == root:
+                mpicoll_reduce_rows(op, dtype, <const void* const*>rows, size, y, n)
+        else:
+            error = mpi_Allgather(x, <int>n, unit, scratch, <int>n, unit, comm)
+            first, mine = 0, size
+            if prefix:
+                mine = size - rank if reverse else rank + 1
+                if what == EXSCAN:
+                    mine -= 1
+                if reverse:  # the same order of additions as in the long path
+                    for s in range(size):
+                        rows[s] = scratch + (size - 1 - s) * n * itemsize
+            if not error and mine:
+                mpicoll_reduce_rows(op, dtype, <const void* const*>rows, mine, y, n)
+            elif not error:
+                mpicoll_fill_neutral(op, dtype, y, n)
+    else:
+        for s in range(size):
+            starts[s] = <int>min(s * block, n)
+            counts[s] = <int>(min((s + 1) * block, n) - starts[s])
+        mine = counts[rank]
+        for s in range(size):
+            wanted[s] = mine
+            places[s] = s * mine
+            rows[s] = scratch + <int64_t>s * mine * itemsize
+        error = mpi_Alltoallv(x, counts, starts, unit, scratch, wanted, places, unit, comm)
+        if not error and prefix:
+            mpicoll_scan_rows(
+                op, dtype, <const void* const*>rows, size, <void* const*>rows, mine,
+                what == EXSCAN, reverse,
+            )
+            error = mpi_Alltoallv(scratch, wanted, places, unit, y, counts, starts, unit, comm)
+        elif not error:
+            mpicoll_reduce_rows(op, dtype, <const void* const*>rows, size, scratch, mine)
+            if what == ALLREDUCE:
+                error = mpi_Allgatherv(scratch, mine, unit, y, counts, starts, unit, comm)
+            else:
+                error = mpi_Gatherv(scratch, mine, unit, y, counts, starts, unit, root, comm)
+    if what == REDUCE and rank != root and n:
+        memset(y, 0, n * itemsize)
+    free(counts); free(rows); free(scratch)
+    return error
+
+
+cdef int run_elementwise(
+    Comm c, int channel, int what, Buffer* x, Buffer* y, int op, int root, bint reverse
+) except -1:
+    cdef int64_t n = x.count, at = 0, piece = library.chunk_bytes // x.itemsize // 2 * 2
+    cdef int error = 0, itemsize = x.itemsize, dtype = x.dtype
+    cdef char* source = <char*>x.data
+    cdef char* target = <char*>y.data
+    cdef bint ours = reverse or (what != BCAST and not library.has_operation[op][dtype])
+    if piece < 2:
+        piece = 2
+    if piece > library.count_limit:
+        piece = library.count_limit
+    with nogil:
+        while True:
+            if n - at < piece:
+                piece = n - at
+            if ours:
+                error = by_rows(
+                    c, channel, what, source, target, piece, itemsize, dtype, op, root, reverse
+                )
+            else:
+                error = by_library(
+                    c, channel, what, source, target, piece, itemsize, dtype, op, root
+                )
+            at += piece
+            source += piece * itemsize
+            target += piece * itemsize
+            if error or at >= n:
+                break
+    if error == -1:
+        raise MemoryError("no memory for the blocks of the other ranks")
+    check(error, NAMES[what])
+    return 0
+
+
+cdef int same_kind(Buffer* x, Buffer* y, const char* call) except -1:
+    if not (x.contiguous and y.contiguous and x.count == y.count and x.dtype == y.dtype
+            and x.itemsize == y.itemsize):
+        raise ValueError(f"{call.decode()}: the core takes contiguous tensors of one dtype and size")
+    if x.itemsize not in (1, 2, 4, 8, 16):
+        raise TypeError(f"{call.decode()}: elements of {x.itemsize} bytes are not supported")
+    return 0
+
+
+def elementwise(Comm c not None, int channel, int what, x, y, int op, int root, bint reverse=False):
+    """Allreduce, Bcast, Reduce, Scan or Exscan from `x` into `y` (the same tensor: in place)."""
+    cdef Buffer source, target
+    usable(c, NAMES[what])
+    read(x, &source)
+    read(y, &target)
+    same_kind(&source, &target, NAMES[what])
+    run_elementwise(c, channel, what, &source, &target, op, root, reverse)
+    return y
+
+
+# ---------------------------------------------------------------- the express lane
+
+cdef object Tensor = torch.Tensor
+cdef object Parameter = torch.nn.Parameter
+cdef object grad_enabled = torch.is_grad_enabled
+cdef object transforms = torch._C._are_functorch_transforms_active
+cdef object modes = torch._C._len_torch_dispatch_stack
+cdef dict forward_ad = torch.autograd.forward_ad.__dict__
+cdef bint express_open = True
+
+
+def open_express(bint value):
+    """Open or close the express lane (closed while anything wants to see every call)."""
+    global express_open
+    express_open = value
+
+
+def express(Comm c not None, int what, tensor, int op, int root):
+    """Serve a plain contiguous CPU tensor that needs no gradient; None if it is not one.
+
+    `what` counts as for :func:`elementwise`. Everything refused here takes the full path, which
+    also words the errors.
+    """
+    cdef Buffer source, target
+    cdef object kind = type(tensor)
+    if not express_open or library.state != READY or c.freed:
+        return None
+    if kind is not Tensor and kind is not Parameter:
+        return None
+    if tensor.requires_grad and grad_enabled():
+        return None
+    if transforms() or modes() or forward_ad["_current_level"] >= 0:
+        return None
+    if tensor.layout is not strided or tensor.is_neg() or tensor.is_quantized or tensor.is_meta:
+        return None
+    read(tensor, &source)
+    if source.device_type != 1 or not source.contiguous or source.dtype == OTHER:
+        return None
+    if source.dtype >= MPICOLL_C64 and tensor.is_conj():
+        return None
+    if what != BCAST and (op < 0 or op > MPICOLL_AVG or not library.has_operation[op][source.dtype]):
+        return None
+    if root < 0 or root >= c.size:
+        return None
+    result = allocate_like(tensor)
+    read(result, &target)
+    run_elementwise(c, USER, what, &source, &target, op, root, False)
+    return result
+
+
+cdef object strided = torch.strided
+
+
+def barrier(Comm c not None, int channel=USER):
+    """Wait until every rank of `c` is here."""
+    cdef int error
+    usable(c, b"MPI_Barrier")
+    with nogil:
+        error = mpi_Barrier(c.handle[channel])
+    check(error, b"MPI_Barrier")
+
+
+# ---------------------------------------------------------------- blocks: sizes may differ per rank
+
+
+cdef class Counts:
+    """Counts and displacements of one side of an exchange, in elements."""
+
+    cdef int n
+    cdef int64_t total
+    cdef int64_t* counts
+    cdef int64_t* starts
+    cdef int* small
+    cdef int* places
+
+    def __cinit__(self, counts):
+        cdef int i
+        self.n = len(counts)
+        self.counts = <int64_t*>malloc((2 * self.n + 1) * sizeof(int64_t))
+        self.small = <int*>malloc((2 * self.n + 1) * sizeof(int))
+        if self.counts == NULL or self.small == NULL:
+            raise MemoryError()
+        self.starts = self.counts + self.n
+        self.places = self.small + self.n
+        self.total = 0
+        for i in range(self.n):
+            self.counts[i] = counts[i]
+            self.starts[i] = self.total
+            self.total += self.counts[i]
+            self.small[i] = <int>self.counts[i]  # used only where everything fits
+            self.places[i] = <int>self.starts[i]
+
+    def __dealloc__(self):
+        free(self.counts)
+        free(self.small)
+
+
+cdef int expect(Buffer* buffer, int64_t count, str call, str which) except -1:
+    if not buffer.contiguous or buffer.count != count:
+        raise ValueError(
+            f"{call}: the {which} buffer holds {buffer.count} elements, contiguous="
+            f"{bool(buffer.contiguous)}; {count} contiguous ones are needed"
+        )
+    return 0
+
+
+def allgatherv(Comm c not None, int channel, x, y, counts):
+    """Blocks of all ranks, one after the other, on every rank; rank r's has `counts[r]`."""
+    cdef Buffer source, target
+    cdef Counts sizes = Counts(counts)
+    cdef int error, r
+    cdef bint even = True
+    usable(c, b"MPI_Allgatherv")
+    read(x, &source)
+    read(y, &target)
+    expect(&source, sizes.counts[c.rank], "Allgather", "send")
+    expect(&target, sizes.total, "Allgather", "receive")
+    if sizes.total > library.count_limit:
+        _exchange(
+            c, [(x, 0, source.count)] * c.size,
+            [(y, sizes.starts[r], sizes.counts[r]) for r in range(c.size)],
+        )
+        return y
+    for r in range(1, c.size):
+        even = even and sizes.counts[r] == sizes.counts[0]
+    cdef mpi_handle unit = library.unit[source.itemsize]
+    with nogil:
+        if even:
+            error = mpi_Allgather(
+                source.data, <int>source.count, unit, target.data, <int>source.count, unit,
+                c.handle[channel],
+            )
+        else:
+            error = mpi_Allgatherv(
+                source.data, <int>source.count, unit, target.data, sizes.small, sizes.places, unit,
+                c.handle[channel],
+            )
+    check(error, b"MPI_Allgatherv")
+    return y
+
+
+def gatherv(Comm c not None, int channel, x, y, counts, int root):
+    """Blocks of all ranks, one after the other, into the root's `y` (None elsewhere)."""
+    cdef Buffer source, target
+    cdef Counts sizes = Counts(counts)
+    cdef int error, r
+    usable(c, b"MPI_Gatherv")
+    read(x, &source)
+    expect(&source, sizes.counts[c.rank], "Gather", "send")
+    target.data = NULL
+    if c.rank == root:
+        read(y, &target)
+        expect(&target, sizes.total, "Gather", "receive")
+    if sizes.total > library.count_limit:
+        _exchange(
+            c, [(x, 0, source.count if r == root else 0) for r in range(c.size)],
+            [(y, sizes.starts[r], sizes.counts[r]) if c.rank == root else (x, 0, 0)
+             for r in range(c.size)],
+        )
+        return y
+    cdef mpi_handle unit = library.unit[source.itemsize]
+    with nogil:
+        error = mpi_Gatherv(
+            source.data, <int>source.count, unit, target.data, sizes.small, sizes.places, unit,
+            root, c.handle[channel],
+        )
+    check(error, b"MPI_Gatherv")
+    return y
+
+
+def scatterv(Comm c not None, int channel, x, y, counts, int root):
+    """Pieces of the root's `x` (None elsewhere) to all ranks; rank r's has `counts[r]`."""
+    cdef Buffer source, target
+    cdef Counts sizes = Counts(counts)
+    cdef int error, r
+    usable(c, b"MPI_Scatterv")
+    read(y, &target)
+    expect(&target, sizes.counts[c.rank], "Scatter", "receive")
+    source.data = NULL
+    if c.rank == root:
+        read(x, &source)
+        expect(&source, sizes.total, "Scatter", "send")
+    if sizes.total > library.count_limit:
+        _exchange(
+            c,
+            [(x, sizes.starts[r], sizes.counts[r]) if c.rank == root else (y, 0, 0)
+             for r in range(c.size)],
+            [(y, 0, target.count if r == root else 0) for r in range(c.size)],
+        )
+        return y
+    cdef mpi_handle unit = library.unit[target.itemsize]
+    with nogil:
+        error = mpi_Scatterv(
+            source.data, sizes.small, sizes.places, unit, target.data, <int>target.count, unit,
+            root, c.handle[channel],
+        )
+    check(error, b"MPI_Scatterv")
+    return y
+
+
+def alltoallv(Comm c not None, int channel, x, sendcounts, y, recvcounts, bint large):
+    """Block s of `x` to rank s, rank s's block for this rank into block s of `y`.
+
+    `large` (the same on every rank) tells that some rank's total exceeds the count limit.
+    """
+    cdef Buffer source, target
+    cdef Counts out = Counts(sendcounts)
+    cdef Counts into = Counts(recvcounts)
+    cdef int error, r
+    usable(c, b"MPI_Alltoallv")
+    read(x, &source)
+    read(y, &target)
+    expect(&source, out.total, "Alltoall", "send")
+    expect(&target, into.total, "Alltoall", "receive")
+    if large:
+        _exchange(
+            c, [(x, out.starts[r], out.counts[r]) for r in range(c.size)],
+            [(y, into.starts[r], into.counts[r]) for r in range(c.size)],
+        )
+        return y
+    cdef mpi_handle unit = library.unit[source.itemsize]
+    with nogil:
+        error = mpi_Alltoallv(
+            source.data, out.small, out.places, unit, target.data, into.small, into.places, unit,
+            c.handle[channel],
+        )
+    check(error, b"MPI_Alltoallv")
+    return y
+
+
+def reduce_scatter(Comm c not None, int channel, x, y, counts, int op):
+    """Combine the ranks' `x`; rank r keeps the r-th of the blocks with `counts` elements."""
+    cdef Buffer source, target
+    cdef Counts sizes = Counts(counts)
+    cdef int error, r
+    cdef int64_t mine = sizes.counts[c.rank]
+    cdef void** rows
+    usable(c, b"MPI_Reduce_scatter")
+    read(x, &source)
+    read(y, &target)
+    expect(&source, sizes.total, "Reduce_scatter", "send")
+    expect(&target, mine, "Reduce_scatter", "receive")
+    if sizes.total <= library.count_limit and library.has_operation[op][source.dtype]:
+        with nogil:
+            error = mpi_Reduce_scatter(
+                source.data, target.data, sizes.small, library.datatype[source.dtype],
+                library.operation[op][source.dtype], c.handle[channel],
+            )
+            if op == MPICOLL_AVG and not error:
+                divide(target.data, source.dtype, mine, c.size)
+        check(error, b"MPI_Reduce_scatter")
+        return y
+    scratch = x.new_empty(c.size * mine)
+    # A rank's largest side is W times its block or the whole: the same test on every rank.
+    large = max([sizes.total] + [c.size * sizes.counts[r] for r in range(c.size)])
+    alltoallv(c, channel, x, counts, scratch, [mine] * c.size, large > library.count_limit)
+    read(scratch, &source)
+    rows = <void**>malloc(c.size * sizeof(void*))
+    if rows == NULL:
+        raise MemoryError()
+    with nogil:
+        for r in range(c.size):
+            rows[r] = <char*>source.data + r * mine * source.itemsize
+        mpicoll_reduce_rows(
+            op, source.dtype, <const void* const*>rows, c.size, target.data, mine
+        )
+    free(rows)
+    return y
+
+
+# ---------------------------------------------------------------- exchanges in pieces
+
+
+cdef class _Block:
+    cdef object keep
+    cdef char* data
+    cdef int64_t count
+    cdef int itemsize
+
+    def __init__(self, tensor, int64_t start, int64_t count):
+        cdef Buffer buffer
+        read(tensor, &buffer)
+        if not buffer.contiguous or start < 0 or start + count > buffer.count:
+            raise ValueError("exchange: a block lies outside its contiguous tensor")
+        self.keep = tensor
+        self.data = <char*>buffer.data + start * buffer.itemsize
+        self.count = count
+        self.itemsize = buffer.itemsize
+
+
+def exchange(Comm c not None, send, receive):
+    """Send `send[s]` to every rank s and fill `receive[s]` with what rank s sent, without copies.
+
+    Both are lists of contiguous tensors; what s sends and what this rank expects of s must have
+    the same number of elements. Collective; long blocks travel in pieces.
+    """
+    usable(c, b"exchange")
+    _exchange(
+        c, [(t, 0, t.numel()) for t in send], [(t, 0, t.numel()) for t in receive]
+    )
+
+
+cdef int _exchange(Comm c, list send, list receive) except -1:
+    cdef int size = c.size, rank = c.rank, s, k, error = 0, done
+    cdef int64_t at, n, longest = 0
+    cdef int64_t piece = library.count_limit
+    cdef list blocks = [_Block(*send[s]) for s in range(size)]
+    cdef list places = [_Block(*receive[s]) for s in range(size)]
+    cdef _Block block
+    cdef mpi_handle unit, comm = c.handle[BACKWARD]
+    cdef mpi_status status
+    cdef mpi_handle* requests = <mpi_handle*>malloc((2 * size + 1) * sizeof(mpi_handle))
+    if requests == NULL:
+        raise MemoryError()
+    # The same pieces on every rank, so that a rank that stages them through the host can take
+    # part one chunk at a time.
+    block = blocks[rank]
+    piece = max(1, min(piece, library.chunk_bytes // block.itemsize))
+    for s in range(size):
+        longest = max(longest, (<_Block>blocks[s]).count, (<_Block>places[s]).count)
+    block = blocks[rank]
+    if block.count != (<_Block>places[rank]).count:
+        free(requests)
+        raise ValueError("exchange: a rank's block for itself has two sizes")
+    if block.count:
+        memcpy((<_Block>places[rank]).data, block.data, block.count * block.itemsize)
+    try:
+        at = 0
+        while at < longest:
+            done = 0
+            # Start with the next rank, so that not everybody sends to rank 0 first.
+            for k in range(1, size):
+                s = (rank + size - k) % size
+                block = places[s]
+                n = min(piece, block.count - at)
+                if n > 0 and not error:
+                    unit = library.unit[block.itemsize]
+                    error = mpi_Irecv(
+                        block.data + at * block.itemsize, <int>n, unit, s, EXCHANGE_TAG, comm,
+                        &requests[done],
+                    )
+                    done += not error
+            for k in range(1, size):
+                s = (rank + k) % size
+                block = blocks[s]
+                n = min(piece, block.count - at)
+                if n > 0 and not error:
+                    unit = library.unit[block.itemsize]
+                    error = mpi_Isend(
+                        block.data + at * block.itemsize, <int>n, unit, s, EXCHANGE_TAG, comm,
+                        &requests[done],
+                    )
+                    done += not error
+            with nogil:
+                for k in range(done):
+                    s = mpi_Wait(&requests[k], &status)
+                    if s and not error:
+                        error = s
+            check(error, b"exchange")
+            at += piece
+    finally:
+        free(requests)
+    return 0
+
+
+# ---------------------------------------------------------------- agreement on sizes
+
+
+def agree(Comm c not None, int channel, tuple numbers):
+    """Every rank's tuple of integers, in rank order. All ranks give equally many."""
+    cdef int n = len(numbers), i, r, error
+    cdef int64_t* mine
+    cdef int64_t* all_of_them
+    cdef list result = []
+    usable(c, b"MPI_Allgather")
+    mine = <int64_t*>malloc((n + n * c.size) * sizeof(int64_t) + 1)
+    if mine == NULL:
+        raise MemoryError()
+    all_of_them = mine + n
+    try:
+        for i in range(n):
+            mine[i] = numbers[i]
+        with nogil:
+            error = mpi_Allgather(
+                mine, n, library.unit[8], all_of_them, n, library.unit[8], c.handle[channel]
+            )
+        check(error, b"MPI_Allgather")
+        for r in range(c.size):
+            result.append(tuple([all_of_them[r * n + i] for i in range(n)]))
+    finally:
+        free(mine)
+    return result
+
+
+def swap(Comm c not None, int channel, counts):
+    """`counts[s]` goes to rank s; returns what the ranks s meant for this one."""
+    cdef Counts mine = Counts(counts)
+    cdef int r, error
+    cdef int64_t* theirs
+    usable(c, b"MPI_Alltoall")
+    theirs = <int64_t*>malloc(c.size * sizeof(int64_t))
+    if theirs == NULL:
+        raise MemoryError()
+    with nogil:
+        error = mpi_Alltoall(
+            mine.counts, 1, library.unit[8], theirs, 1, library.unit[8], c.handle[channel]
+        )
+    result = [theirs[r] for r in range(c.size)]
+    free(theirs)
+    check(error, b"MPI_Alltoall")
+    return result

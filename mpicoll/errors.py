@@ -1,0 +1,36 @@
+"""The exceptions of mpicoll."""
+
+from __future__ import annotations
+
+__all__ = ["MPIError"]
+
+
+class MPIError(RuntimeError):
+    """An MPI function failed.
+
+    Parameters
+    ----------
+    call
+        Name of the MPI function.
+    code
+        The error code it returned.
+    error_class
+        The error class of the code.
+    text
+        The library's description.
+
+    Notes
+    -----
+    Communicators made by mpicoll use ``MPI_ERRORS_RETURN``, so a failed call raises this
+    exception on the ranks where MPI reports it.
+    """
+
+    def __init__(self, call: str, code: int, error_class: int, text: str) -> None:
+        super().__init__(call, code, error_class, text)
+        self.call = call
+        self.code = code
+        self.error_class = error_class
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"{self.call} failed: {self.text} (error class {self.error_class}, code {self.code})"
