@@ -1,0 +1,17 @@
+"""Operations as nodes of the autograd graph, with their true adjoints."""
+
+from .dummies import JoinDummies, join
+from .exchange import exchange
+from .functions import apply, apply_inplace, needs_graph
+from .replicated import copy_to, reduce_from
+
+__all__ = [
+    "JoinDummies",
+    "apply",
+    "apply_inplace",
+    "copy_to",
+    "exchange",
+    "join",
+    "needs_graph",
+    "reduce_from",
+]

@@ -1,0 +1,87 @@
+"""Dependencies of the graph that carry no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+__all__ = ["JoinDummies", "join"]
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(loopthrough: torch.Tensor, *dummies: torch.Tensor) -> torch.Tensor:
+        return loopthrough.detach()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        ctx.metas = [(d.shape, d.dtype, d.device) for d in inputs[1:]]
+        ctx.wanted = [d.requires_grad for d in inputs[1:]]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+            for (shape, dtype, device), wanted in zip(ctx.metas, ctx.wanted, strict=True)
+        )
+        return gradient, *zeros
+
+
+_join = super(torch.autograd.Function, _Join).apply  # skips the binding of default arguments
+
+
+def join(loopthrough: torch.Tensor, dummies: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`loopthrough` with every dummy as a dependency; itself if no dummy requires grad."""
+    if not torch.is_grad_enabled() or not any(d.requires_grad for d in dummies):
+        return loopthrough
+    return _join(loopthrough, *dummies)
+
+
+def JoinDummies(loopthrough: torch.Tensor, dummies: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Make tensors dependencies of another tensor, without changing its value.
+
+    Parameters
+    ----------
+    loopthrough
+        The tensor that is passed through. Its gradient passes unchanged.
+    dummies
+        Tensors whose producers must run in backward before those of `loopthrough`. Each gets a
+        zero gradient of its own shape.
+
+    Returns
+    -------
+    torch.Tensor
+        A tensor that shares the storage of `loopthrough`; `loopthrough` itself if grad mode is off
+        or no dummy requires grad.
+
+    Raises
+    ------
+    TypeError
+        An argument is not a tensor, or a dummy requires grad and `loopthrough` is of a dtype that
+        cannot carry a graph (integers, bool).
+
+    Notes
+    -----
+    **Adjoint**: the identity for `loopthrough`, zeros for the dummies. Nothing is communicated.
+    """
+    if not isinstance(loopthrough, torch.Tensor):
+        raise TypeError(
+            f"JoinDummies: loopthrough must be a torch.Tensor, not {type(loopthrough).__name__}"
+        )
+    if isinstance(dummies, torch.Tensor):
+        raise TypeError("JoinDummies: dummies must be a sequence of tensors, not one tensor")
+    dummies = list(dummies)
+    for i, dummy in enumerate(dummies):
+        if not isinstance(dummy, torch.Tensor):
+            raise TypeError(
+                f"JoinDummies: dummies[{i}] must be a torch.Tensor, not {type(dummy).__name__}"
+            )
+    if torch.is_grad_enabled() and any(d.requires_grad for d in dummies):
+        if not (loopthrough.is_floating_point() or loopthrough.is_complex()):
+            raise TypeError(
+                f"JoinDummies: loopthrough of dtype {loopthrough.dtype} cannot carry a graph; "
+                "pass a floating point or complex tensor"
+            )
+        return _join(loopthrough, *dummies)
+    return loopthrough

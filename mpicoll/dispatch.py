@@ -1,0 +1,400 @@
+"""The one way of every operation: stage in, call, stage out.
+
+A :class:`Call` says everything that an operation needs; its arguments have been checked and the
+ranks have agreed on the sizes. :func:`run` carries it out on plain tensors; autograd is above.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+
+from ._core import collectives, mpi
+from .ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
+from .staging import Pipeline, contiguous, is_plain, on_device, piece_elements, plan_for
+
+__all__ = ["BACKWARD", "CONTROL", "USER", "Call", "run"]
+
+#: The duplicated communicators that keep kinds of traffic apart.
+USER, BACKWARD, CONTROL = 0, 1, 2
+_CODES = {"Allreduce": 0, "Bcast": 1, "Reduce": 2, "Scan": 3, "Exscan": 4}
+
+
+class Call:
+    """One operation with its arguments, agreed by all ranks.
+
+    Attributes
+    ----------
+    operation
+        The row of the table of operations.
+    comm
+        The core communicator.
+    channel
+        USER, or BACKWARD for an adjoint.
+    op, root
+        Reduction and root; None and -1 where the operation has none.
+    gatheraxis, scatteraxis
+        The axes of a block operation, not negative; -1 where it has none.
+    gathered, scattered
+        The sizes of all ranks' blocks along those axes.
+    splits
+        Instead of axes: sizes along dimension 0 that go to, and come from, every rank.
+    shape, dtype
+        Shape and dtype of a whole tensor that this rank may not hold (the root's, for Scatter);
+        with `output`, the shape of the result where the caller's tensor has another.
+    reverse
+        True for a prefix reduction that runs from the last rank down.
+    inplace
+        True if the result is written into the first tensor.
+    output
+        True if the last tensor is to be filled with the result.
+    staged
+        True if any rank stages through host memory, so that all take the same pieces.
+    largest
+        The largest number of elements that any rank's side of an exchange has.
+    """
+
+    __slots__ = (
+        "channel", "comm", "dtype", "gatheraxis", "gathered", "inplace", "largest", "op",
+        "operation", "output", "reverse", "root", "scatteraxis", "scattered", "shape", "splits", "staged",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        operation: Operation,
+        comm: mpi.Comm,
+        *,
+        channel: int = USER,
+        op: ReduceOp | None = None,
+        root: int = -1,
+        gatheraxis: int = -1,
+        scatteraxis: int = -1,
+        gathered: Sequence[int] = (),
+        scattered: Sequence[int] = (),
+        splits: tuple[Sequence[int], Sequence[int]] | None = None,
+        shape: Sequence[int] = (),
+        dtype: torch.dtype | None = None,
+        reverse: bool = False,
+        inplace: bool = False,
+        output: bool = False,
+        staged: bool = False,
+        largest: int = 0,
+    ) -> None:
+        self.operation = operation
+        self.comm = comm
+        self.channel = channel
+        self.op = op
+        self.root = root
+        self.gatheraxis = gatheraxis
+        self.scatteraxis = scatteraxis
+        self.gathered = gathered
+        self.scattered = scattered
+        self.splits = splits
+        self.shape = shape
+        self.dtype = dtype
+        self.reverse = reverse
+        self.inplace = inplace
+        self.output = output
+        self.staged = staged
+        self.largest = largest
+
+    def dual(self) -> Call:
+        """The operation that carries gradients back: sums, with the roles of the axes exchanged."""
+        return Call(
+            OPERATIONS[self.operation.dual],
+            self.comm,
+            channel=BACKWARD,
+            op=ReduceOp.SUM if OPERATIONS[self.operation.dual].reduces else None,
+            root=self.root,
+            gatheraxis=self.scatteraxis,
+            scatteraxis=self.gatheraxis,
+            gathered=self.scattered,
+            scattered=self.gathered,
+            splits=None if self.splits is None else (self.splits[1], self.splits[0]),
+            shape=self.shape,
+            reverse=self.operation.prefix and not self.reverse,
+            staged=self.staged,
+            largest=self.largest,
+        )
+
+    @property
+    def derivative(self) -> str | None:
+        """How the call differentiates: ``linear``, ``winner``, ``product`` or None (not at all)."""
+        if self.op is None:
+            return "linear"
+        return REDUCTIONS[self.op].derivative if self.op in self.operation.reductions else None
+
+
+def run(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Carry out `call` and return its result: a new tensor, or the one that it was to fill."""
+    if call.operation.pattern == "elementwise":
+        return _elementwise(call, tensors)
+    return _blocks(call, tensors)
+
+
+# ---------------------------------------------------------------- the same shape on every rank
+
+
+def _elementwise(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    source = contiguous(tensors[0].detach())
+    target = tensors[0].detach() if call.inplace else None
+    if target is None:
+        result = torch.empty_like(source, memory_format=torch.contiguous_format)
+    elif is_plain(target):
+        result = target
+    else:
+        result = source  # contiguous() has copied the caller's tensor: ours to write
+    code = _CODES[call.operation.name]
+    op = -1 if call.op is None else int(call.op)
+    if plan_for(source.device).direct:
+        with on_device(source.device):
+            collectives.elementwise(
+                call.comm, call.channel, code, source, result, op, call.root, call.reverse
+            )
+    else:
+        _staged_elementwise(call, code, op, source.view(-1), result.view(-1))
+    if target is None or result is target:
+        return result
+    return target.copy_(result)
+
+
+def _staged_elementwise(
+    call: Call, code: int, op: int, source: torch.Tensor, result: torch.Tensor
+) -> None:
+    here = call.comm.rank == call.root
+    reads = code != _CODES["Bcast"] or here
+    writes = not here if code == _CODES["Bcast"] else True
+    pipeline = Pipeline(source.device)
+    size = piece_elements(source.element_size())
+    starts = range(0, max(source.numel(), 1), size)
+    hosts = [
+        pipeline.buffer(min(size, source.numel()), source.dtype) for _ in range(min(2, len(starts)))
+    ]
+
+    def piece(k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        part = source[starts[k] : starts[k] + size]
+        return part, hosts[k % 2][: part.numel()]
+
+    def fetch(k: int) -> torch.cuda.Event | None:
+        part, host = piece(k)
+        return pipeline.out(host, part) if reads else None
+
+    event = fetch(0)
+    for k, start in enumerate(starts):
+        _, host = piece(k)
+        pipeline.ready(event)
+        event = fetch(k + 1) if k + 1 < len(starts) else None
+        if not reads:
+            pipeline.settle()
+        collectives.elementwise(
+            call.comm, call.channel, code, host, host, op, call.root, call.reverse
+        )
+        if writes:
+            pipeline.back(result[start : start + size], host)
+    if not writes and result.data_ptr() != source.data_ptr():
+        result.copy_(source)
+    pipeline.drained()
+
+
+# ---------------------------------------------------------------- blocks that differ in size
+
+
+def _inner(shape: Sequence[int], *axes: int) -> int:
+    """Elements in one step along `axes`."""
+    return math.prod(size for i, size in enumerate(shape) if i not in axes)
+
+
+def _front(tensor: torch.Tensor, axis: int) -> torch.Tensor:
+    """`tensor` contiguous with `axis` first; no copy where only sizes of one stand before it."""
+    return contiguous(tensor.movedim(axis, 0))
+
+
+def _blocks(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    source = tensors[0].detach()
+    target = tensors[-1].detach() if call.output else None
+    fills = target is not None and is_plain(target)
+    if call.splits is not None:
+        result = _by_splits(call, source, target if fills else None)
+    elif call.operation.name in ("Gather", "Allgather"):
+        result = _gathering(call, source, target if fills else None)
+    elif call.operation.name == "Alltoall":
+        result, fills = _alltoall(call, source), False
+    else:
+        result = _scattering(call, source, target if fills else None)
+    if target is None:
+        return result
+    return target if fills else target.copy_(result.view(target.shape))
+
+
+def _gathering(call: Call, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    name, rank, axis = call.operation.name, call.comm.rank, call.gatheraxis
+    everywhere = name == "Allgather"
+    holds = everywhere or rank == call.root
+    inner = _inner(source.shape, axis)
+    counts = [n * inner for n in call.gathered]
+    sent = _front(source, axis)
+    shape = (sum(call.gathered) if holds else 0, *sent.shape[1:])
+    received = sent.new_empty(shape) if target is None else target.view(shape)
+    sends = [counts[rank]] * (call.comm.size if everywhere else 1)
+    _move(call, name, sent, sends, received, counts if holds else [], counts)
+    return _back_in_place(received, axis)
+
+
+def _scattering(call: Call, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    name, rank, axis = call.operation.name, call.comm.rank, call.scatteraxis
+    holds = name == "Reduce_scatter" or rank == call.root
+    whole = call.shape if name == "Scatter" else source.shape
+    inner = _inner(whole, axis)
+    counts = [n * inner for n in call.scattered]
+    sent = _front(source, axis) if holds else source.new_empty(0, dtype=call.dtype)
+    shape = (call.scattered[rank], *(n for i, n in enumerate(whole) if i != axis))
+    received = sent.new_empty(shape) if target is None else target.view(shape)
+    _move(call, name, sent, counts if holds else [], received, [counts[rank]], counts)
+    return _back_in_place(received, axis)
+
+
+def _back_in_place(result: torch.Tensor, axis: int) -> torch.Tensor:
+    return result if axis == 0 else contiguous(result.movedim(0, axis))
+
+
+def _by_splits(call: Call, source: torch.Tensor, target: torch.Tensor | None) -> torch.Tensor:
+    assert call.splits is not None
+    sent = contiguous(source)
+    inner = math.prod(sent.shape[1:])
+    shape = (sum(call.splits[1]), *sent.shape[1:])
+    received = sent.new_empty(shape) if target is None else target.view(shape)
+    sends = [n * inner for n in call.splits[0]]
+    receives = [n * inner for n in call.splits[1]]
+    _move(call, "Alltoall", sent, sends, received, receives, receives)
+    return received
+
+
+def _alltoall(call: Call, source: torch.Tensor) -> torch.Tensor:
+    rank, size = call.comm.rank, call.comm.size
+    gather, scatter = call.gatheraxis, call.scatteraxis
+    n, m = call.gathered, call.scattered
+    sent = _front(source, scatter)
+    if gather == scatter:  # one axis is cut anew: what overlaps of my old and their new rows
+        inner = _inner(source.shape, scatter)
+        sends = [count * inner for count in _overlaps(n, m, rank)]
+        receives = [_overlaps(n, m, s)[rank] * inner for s in range(size)]
+        received = sent.new_empty((m[rank], *sent.shape[1:]))
+        _move(call, "Alltoall", sent, sends, received, receives, receives)
+        return _back_in_place(received, scatter)
+    inner = _inner(source.shape, gather, scatter)
+    sends = [count * n[rank] * inner for count in m]
+    receives = [m[rank] * count * inner for count in n]
+    received = sent.new_empty(sum(receives))
+    _move(call, "Alltoall", sent, sends, received, receives, receives)
+    shape = list(source.shape)
+    shape[gather], shape[scatter] = sum(n), m[rank]
+    result = sent.new_empty(shape)
+    place = 0
+    for count, block in zip(n, received.split(receives), strict=True):
+        shape[gather] = count
+        front = [m[rank], *(k for i, k in enumerate(shape) if i != scatter)]
+        result.narrow(gather, place, count).copy_(block.view(front).movedim(0, scatter))
+        place += count
+    return result
+
+
+def _overlaps(old: Sequence[int], new: Sequence[int], rank: int) -> list[int]:
+    """How many of `rank`'s old rows each rank gets when one axis is cut anew."""
+    start = sum(old[:rank])
+    stop = start + old[rank]
+    edges = [0, *itertools.accumulate(new)]
+    return [max(0, min(stop, b) - max(start, a)) for a, b in itertools.pairwise(edges)]
+
+
+def _move(
+    call: Call,
+    name: str,
+    sent: torch.Tensor,
+    sends: Sequence[int],
+    received: torch.Tensor,
+    receives: Sequence[int],
+    counts: Sequence[int],
+) -> None:
+    """Move blocks of contiguous memory, in one MPI call or, where staged, piece by piece.
+
+    `sends` and `receives` are the sizes of this rank's blocks, `counts` those that the MPI
+    function takes (all ranks' blocks, or what this rank receives of each).
+    """
+    direct = plan_for(received.device).direct
+    if direct and not call.staged:
+        with on_device(received.device):
+            _one_call(call, name, sent, sends, received, receives, counts)
+        return
+    piece = max(2, piece_elements(received.element_size()) // max(call.comm.size, 1) // 2 * 2)
+    longest = _longest(call, counts)
+    pipeline = Pipeline(received.device)
+    if longest <= piece:
+        host_in = pipeline.buffer(sent.numel(), sent.dtype)
+        host_out = pipeline.buffer(received.numel(), received.dtype)
+        if sent.numel():
+            pipeline.ready(pipeline.out(host_in, sent.reshape(-1)))
+        _one_call(call, name, host_in, sends, host_out, receives, counts)
+        if received.numel():
+            pipeline.back(received.view(-1), host_out)
+        pipeline.drained()
+        return
+    flat_in, flat_out = sent.reshape(-1), received.view(-1)
+    replicated = name in ("Gather", "Allgather")
+    for at in range(0, longest, piece):
+
+        def cut(sizes: Sequence[int], at: int = at) -> list[int]:
+            return [max(0, min(piece, n - at)) for n in sizes]
+
+        now_in, now_out = cut(sends), cut(receives)
+        if replicated:
+            now_in = now_in[:1]
+        host_in = pipeline.buffer(sum(now_in), sent.dtype)
+        host_out = pipeline.buffer(sum(now_out), received.dtype)
+        events = [
+            pipeline.out(host_in[place : place + n], flat_in[start + at : start + at + n])
+            for start, place, n in zip(_starts(sends), _starts(now_in), now_in, strict=False)
+            if n
+        ]
+        for event in events:
+            pipeline.ready(event)
+        _one_call(call, name, host_in, now_in, host_out, now_out, cut(counts))
+        for start, place, n in zip(_starts(receives), _starts(now_out), now_out, strict=True):
+            if n:
+                pipeline.back(flat_out[start + at : start + at + n], host_out[place : place + n])
+        pipeline.drained()
+
+
+def _starts(sizes: Sequence[int]) -> list[int]:
+    return [0, *itertools.accumulate(sizes)][: len(sizes)]
+
+
+def _longest(call: Call, counts: Sequence[int]) -> int:
+    """The longest block of any rank: the same number on every rank."""
+    return max(call.largest, *counts) if call.operation.name == "Alltoall" else max(counts)
+
+
+def _one_call(
+    call: Call,
+    name: str,
+    sent: torch.Tensor,
+    sends: Sequence[int],
+    received: torch.Tensor,
+    receives: Sequence[int],
+    counts: Sequence[int],
+) -> None:
+    comm, channel, root = call.comm, call.channel, call.root
+    if name == "Allgather":
+        collectives.allgatherv(comm, channel, sent, received, counts)
+    elif name == "Gather":
+        collectives.gatherv(comm, channel, sent, received, counts, root)
+    elif name == "Scatter":
+        collectives.scatterv(comm, channel, sent, received, counts, root)
+    elif name == "Reduce_scatter":
+        assert call.op is not None
+        collectives.reduce_scatter(comm, channel, sent, received, counts, int(call.op))
+    else:
+        large = call.largest > mpi.limits()[1]
+        collectives.alltoallv(comm, channel, sent, sends, received, receives, large)

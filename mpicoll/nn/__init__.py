@@ -1,0 +1,5 @@
+"""Differentiable communication in torch's words."""
+
+from . import functional
+
+__all__ = ["functional"]

@@ -1,0 +1,29 @@
+"""From a tensor to memory that MPI may touch: dtypes, layouts, devices, host buffers."""
+
+from .devices import (
+    Plan,
+    cuda_aware_mpi_support,
+    deactivate_cuda_aware_mpi_support,
+    on_device,
+    plan_for,
+)
+from .dtypes import code_of, kind_of, name_of
+from .host import Pipeline, piece_elements
+from .layout import check_tensor, check_writable, contiguous, is_plain
+
+__all__ = [
+    "Pipeline",
+    "Plan",
+    "check_tensor",
+    "check_writable",
+    "code_of",
+    "contiguous",
+    "cuda_aware_mpi_support",
+    "deactivate_cuda_aware_mpi_support",
+    "is_plain",
+    "kind_of",
+    "name_of",
+    "on_device",
+    "piece_elements",
+    "plan_for",
+]

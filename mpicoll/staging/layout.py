@@ -1,0 +1,64 @@
+"""Which tensors can be sent at all, and how any layout becomes contiguous."""
+
+from __future__ import annotations
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .._core import buffers
+from .dtypes import DTYPES
+
+__all__ = ["check_tensor", "check_writable", "contiguous", "is_plain"]
+
+
+def check_tensor(call: str, name: str, tensor: object) -> None:
+    """Raise ``TypeError`` unless `tensor` is a torch.Tensor with strided memory and a known dtype."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{call}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
+    if tensor.layout is not torch.strided:
+        raise TypeError(
+            f"{call}: {name} has layout {tensor.layout}, which has no strided memory to send; "
+            "pass a strided tensor, for example tensor.to_dense()"
+        )
+    if tensor.is_quantized:
+        raise TypeError(
+            f"{call}: {name} is quantized ({tensor.dtype}); send tensor.int_repr() or "
+            "tensor.dequantize()"
+        )
+    if tensor.is_meta:
+        raise TypeError(f"{call}: {name} is a meta tensor, which has no memory to send")
+    if isinstance(tensor, FakeTensor):
+        raise TypeError(f"{call}: {name} is a fake tensor, which has no memory to send")
+    if tensor.dtype not in DTYPES:
+        raise TypeError(f"{call}: {name} has dtype {tensor.dtype}, which mpicoll does not send")
+
+
+def check_writable(call: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise ``ValueError`` where elements of `tensor` share memory, so that it cannot be filled."""
+    if tensor.numel() > 1 and any(
+        stride == 0 and size > 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ValueError(
+            f"{call}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is "
+            "expanded: several elements share one place in memory and cannot be written; pass "
+            "tensor.clone()"
+        )
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether memory and value of `tensor` agree: contiguous, neither conjugated nor negated."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself if it is plain, else a contiguous copy of its value.
+
+    Strides of dimensions of size one do not count: such a tensor is sent as it is.
+    """
+    if is_plain(tensor):
+        return tensor
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    if plain.device.type == "cpu" and not buffers.is_contiguous(plain):
+        plain = plain.clone(memory_format=torch.contiguous_format)
+    return plain
