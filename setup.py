@@ -14,11 +14,11 @@ api_gen.write(CORE)
 
 SOURCES = {
     "mpi": ["reductions.c"],
-    "buffers": [],
+    "buffers": ["pool.c"],
     "collectives": ["reductions.c"],
     "point_to_point": [],
 }
-HEADERS = ["mpi_api.h", "mpi_load.h", "dlpack.h", "reductions.h", "api_functions.txt"]
+HEADERS = ["mpi_api.h", "mpi_load.h", "dlpack.h", "pool.h", "reductions.h", "api_functions.txt"]
 
 extensions = [
     Extension(

@@ -14,7 +14,7 @@ import torch
 
 from ._core import collectives, mpi
 from .ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
-from .staging import Pipeline, contiguous, is_plain, on_device, piece_elements, plan_for
+from .staging import Pipeline, contiguous, empty, is_plain, on_device, piece_elements, plan_for
 
 __all__ = ["BACKWARD", "CONTROL", "USER", "Call", "run"]
 
@@ -142,7 +142,7 @@ def _elementwise(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     source = contiguous(tensors[0].detach())
     target = tensors[0].detach() if call.inplace else None
     if target is None:
-        result = torch.empty_like(source, memory_format=torch.contiguous_format)
+        result = empty(source.shape, source)
     elif is_plain(target):
         result = target
     else:
@@ -237,7 +237,7 @@ def _gathering(call: Call, source: torch.Tensor, target: torch.Tensor | None) ->
     counts = [n * inner for n in call.gathered]
     sent = _front(source, axis)
     shape = (sum(call.gathered) if holds else 0, *sent.shape[1:])
-    received = sent.new_empty(shape) if target is None else target.view(shape)
+    received = empty(shape, sent) if target is None else target.view(shape)
     sends = [counts[rank]] * (call.comm.size if everywhere else 1)
     _move(call, name, sent, sends, received, counts if holds else [], counts)
     return _back_in_place(received, axis)
@@ -251,7 +251,7 @@ def _scattering(call: Call, source: torch.Tensor, target: torch.Tensor | None) -
     counts = [n * inner for n in call.scattered]
     sent = _front(source, axis) if holds else source.new_empty(0, dtype=call.dtype)
     shape = (call.scattered[rank], *(n for i, n in enumerate(whole) if i != axis))
-    received = sent.new_empty(shape) if target is None else target.view(shape)
+    received = empty(shape, sent) if target is None else target.view(shape)
     _move(call, name, sent, counts if holds else [], received, [counts[rank]], counts)
     return _back_in_place(received, axis)
 
@@ -265,7 +265,7 @@ def _by_splits(call: Call, source: torch.Tensor, target: torch.Tensor | None) ->
     sent = contiguous(source)
     inner = math.prod(sent.shape[1:])
     shape = (sum(call.splits[1]), *sent.shape[1:])
-    received = sent.new_empty(shape) if target is None else target.view(shape)
+    received = empty(shape, sent) if target is None else target.view(shape)
     sends = [n * inner for n in call.splits[0]]
     receives = [n * inner for n in call.splits[1]]
     _move(call, "Alltoall", sent, sends, received, receives, receives)
@@ -281,17 +281,17 @@ def _alltoall(call: Call, source: torch.Tensor) -> torch.Tensor:
         inner = _inner(source.shape, scatter)
         sends = [count * inner for count in _overlaps(n, m, rank)]
         receives = [_overlaps(n, m, s)[rank] * inner for s in range(size)]
-        received = sent.new_empty((m[rank], *sent.shape[1:]))
+        received = empty((m[rank], *sent.shape[1:]), sent)
         _move(call, "Alltoall", sent, sends, received, receives, receives)
         return _back_in_place(received, scatter)
     inner = _inner(source.shape, gather, scatter)
     sends = [count * n[rank] * inner for count in m]
     receives = [m[rank] * count * inner for count in n]
-    received = sent.new_empty(sum(receives))
+    received = empty((sum(receives),), sent)
     _move(call, "Alltoall", sent, sends, received, receives, receives)
     shape = list(source.shape)
     shape[gather], shape[scatter] = sum(n), m[rank]
-    result = sent.new_empty(shape)
+    result = empty(shape, sent)
     place = 0
     for count, block in zip(n, received.split(receives), strict=True):
         shape[gather] = count

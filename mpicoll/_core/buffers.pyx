@@ -10,6 +10,7 @@ import torch
 from mpicoll._core.mpi cimport OTHER
 
 cdef extern from "dlpack.h" nogil:
+    enum: kDLCPU
     enum: kDLInt, kDLUInt, kDLFloat, kDLBfloat, kDLComplex, kDLBool
     ctypedef struct DLDevice:
         int32_t device_type
@@ -40,6 +41,14 @@ cdef extern from "dlpack.h" nogil:
         int (*managed_tensor_to_py_object_no_sync)(DLManagedTensorVersioned*, void**) noexcept
         int (*dltensor_from_py_object_no_sync)(void*, DLTensor*) noexcept
         int (*current_work_stream)(int32_t, int32_t, void**) noexcept
+
+cdef extern from "pool.h" nogil:
+    DLManagedTensorVersioned* mpicoll_pool_tensor(const int64_t*, int32_t, DLDataType)
+    size_t mpicoll_pool_limit(size_t)
+    size_t mpicoll_pool_kept()
+
+cdef extern from "Python.h":
+    void Py_DECREF(PyObject*)
 
 # Part of the contract with torch >= 2.10; a torch without it cannot be served.
 cdef DLPackExchangeAPI* table = <DLPackExchangeAPI*>PyCapsule_GetPointer(
@@ -100,30 +109,57 @@ cdef void _set_error(void* context, const char* kind, const char* message) noexc
     (<list>context).append(f"{kind.decode()}: {message.decode()}")
 
 
-cdef object allocate_like(object tensor):
-    """A new contiguous tensor of `tensor`'s shape, dtype and device, uninitialised."""
-    cdef DLTensor view
-    cdef DLManagedTensorVersioned* managed = NULL
+cdef object _owned(DLManagedTensorVersioned* managed):
+    """A torch.Tensor that owns `managed`."""
     cdef void* result = NULL
-    cdef list errors
-    _view(tensor, &view)
-    view.strides = NULL
-    errors = []
-    if table.managed_tensor_allocator(&view, &managed, <void*>errors, _set_error) != 0:
-        raise MemoryError("; ".join(errors))
     _raise_if(table.managed_tensor_to_py_object_no_sync(managed, &result))
     cdef object made = <object><PyObject*>result
-    _steal(<PyObject*>result)
+    Py_DECREF(<PyObject*>result)  # <object> took a reference beside the one torch gave
     return made
 
 
-cdef extern from "Python.h":
-    void Py_DECREF(PyObject*)
+cdef object _allocate(DLTensor* like, int64_t* shape, int32_t ndim):
+    cdef DLManagedTensorVersioned* managed = NULL
+    cdef DLTensor prototype
+    cdef list errors
+    if like.device.device_type == kDLCPU:
+        managed = mpicoll_pool_tensor(shape, ndim, like.dtype)
+    if managed == NULL:
+        errors = []
+        prototype = like[0]
+        prototype.shape = shape
+        prototype.ndim = ndim
+        prototype.strides = NULL
+        if table.managed_tensor_allocator(&prototype, &managed, <void*>errors, _set_error) != 0:
+            raise MemoryError("; ".join(errors))
+    return _owned(managed)
 
 
-cdef inline void _steal(PyObject* owned) noexcept:
-    # <object> above took a reference of its own; drop the one torch gave us.
-    Py_DECREF(owned)
+cdef object allocate_like(object tensor):
+    """A new contiguous tensor of `tensor`'s shape, dtype and device, uninitialised."""
+    cdef DLTensor view
+    _view(tensor, &view)
+    return _allocate(&view, view.shape, view.ndim)
+
+
+def empty(shape, like):
+    """A new contiguous tensor of `shape`, with the dtype and device of `like`, uninitialised."""
+    cdef DLTensor view
+    cdef int64_t sizes[64]
+    cdef int ndim = len(shape), i
+    if ndim > 64:
+        raise ValueError(f"a tensor has at most 64 dimensions, not {ndim}")
+    for i in range(ndim):
+        sizes[i] = shape[i]
+    _view(like, &view)
+    return _allocate(&view, sizes, ndim)
+
+
+def pool(limit=None):
+    """Set how many bytes of unused result memory are kept, if given; return how many are."""
+    if limit is not None:
+        return mpicoll_pool_limit(limit)
+    return mpicoll_pool_kept()
 
 
 def describe(tensor):
@@ -141,8 +177,3 @@ def is_contiguous(tensor):
     cdef Buffer buffer
     read(tensor, &buffer)
     return bool(buffer.contiguous)
-
-
-def empty_like(tensor):
-    """A new contiguous tensor of the same shape, dtype and device, uninitialised."""
-    return allocate_like(tensor)

@@ -273,9 +273,12 @@ def express(Comm c not None, int what, tensor, int op, int root):
         return None
     if transforms() or modes() or forward_ad["_current_level"] >= 0:
         return None
-    if tensor.layout is not strided or tensor.is_neg() or tensor.is_quantized or tensor.is_meta:
+    try:
+        read(tensor, &source)  # torch refuses sparse, quantized and meta tensors
+    except (RuntimeError, BufferError, TypeError):
         return None
-    read(tensor, &source)
+    if tensor.is_neg():
+        return None
     if source.device_type != 1 or not source.contiguous or source.dtype == OTHER:
         return None
     if source.dtype >= MPICOLL_C64 and tensor.is_conj():
@@ -288,9 +291,6 @@ def express(Comm c not None, int what, tensor, int op, int root):
     read(result, &target)
     run_elementwise(c, USER, what, &source, &target, op, root, False)
     return result
-
-
-cdef object strided = torch.strided
 
 
 def barrier(Comm c not None, int channel=USER):

@@ -9,7 +9,7 @@ from .devices import (
 )
 from .dtypes import code_of, kind_of, name_of
 from .host import Pipeline, piece_elements
-from .layout import check_tensor, check_writable, contiguous, is_plain
+from .layout import check_tensor, check_writable, contiguous, empty, is_plain
 
 __all__ = [
     "Pipeline",
@@ -20,6 +20,7 @@ __all__ = [
     "contiguous",
     "cuda_aware_mpi_support",
     "deactivate_cuda_aware_mpi_support",
+    "empty",
     "is_plain",
     "kind_of",
     "name_of",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .._core import buffers
 from .dtypes import DTYPES
 
-__all__ = ["check_tensor", "check_writable", "contiguous", "is_plain"]
+__all__ = ["check_tensor", "check_writable", "contiguous", "empty", "is_plain"]
 
 
 def check_tensor(call: str, name: str, tensor: object) -> None:
@@ -44,6 +46,13 @@ def check_writable(call: str, name: str, tensor: torch.Tensor) -> None:
             "expanded: several elements share one place in memory and cannot be written; pass "
             "tensor.clone()"
         )
+
+
+def empty(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A new contiguous tensor for a result, uninitialised; recycled memory on the CPU."""
+    if dtype is None and type(like) is torch.Tensor and like.device.type == "cpu":
+        return buffers.empty(shape, like)
+    return like.new_empty(shape, dtype=dtype)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
