@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 
-from ._core import mpi
 from .ops import REDUCTIONS, ReduceOp
-from .staging import kind_of
+from .staging.dtypes import DTYPES, kind_of
 
 __all__ = [
     "as_axis",
@@ -69,6 +68,8 @@ def as_numelem(call: str, name: str, value: Any) -> int:
     numelem = _integer(call, name, value)
     if numelem < 0:
         raise ValueError(f"{call}: {name} is {numelem}; it must not be negative")
+    if numelem >= 1 << 63:
+        raise ValueError(f"{call}: {name} is {numelem}; no tensor is that long")
     return numelem
 
 
@@ -76,9 +77,9 @@ def as_reduction(call: str, value: Any) -> ReduceOp:
     """A reduction: ReduceOp, an ``MPI_*`` constant, torch's ReduceOp, or an mpi4py Op."""
     if isinstance(value, ReduceOp):
         return value
-    found = _from_torch(value)
+    found = _from_torch(call, value)
     if found is None:
-        found = _from_mpi4py(value)
+        found = _from_mpi4py(call, value)
     if found is not None:
         return found
     try:
@@ -107,7 +108,7 @@ _TORCH = {
 }
 
 
-def _from_torch(value: Any) -> ReduceOp | None:
+def _from_torch(call: str, value: Any) -> ReduceOp | None:
     if not torch.distributed.is_available():
         return None
     kinds = torch.distributed.ReduceOp, torch.distributed.ReduceOp.RedOpType
@@ -116,35 +117,42 @@ def _from_torch(value: Any) -> ReduceOp | None:
     for name, op in _TORCH.items():
         if value == getattr(torch.distributed.ReduceOp, name):
             return op
-    raise ValueError(f"op is {value!r}, which mpicoll does not offer")
+    raise ValueError(
+        f"{call}: op is {value!r}, which mpicoll does not offer; of torch's it takes "
+        + ", ".join(_TORCH)
+    )
 
 
-def _from_mpi4py(value: Any) -> ReduceOp | None:
+def _from_mpi4py(call: str, value: Any) -> ReduceOp | None:
     MPI = sys.modules.get("mpi4py.MPI")
     if MPI is None or not isinstance(value, MPI.Op):
         return None
     for op, row in REDUCTIONS.items():
         if row.mpi is not None and value == getattr(MPI, row.mpi[4:]):
             return op
-    raise ValueError(f"op is {value!r}; mpicoll offers the predefined operations of MPI only")
+    raise ValueError(
+        f"{call}: op is {value!r}; mpicoll offers the predefined operations of MPI only"
+    )
+
+
+# Indexed by the reduction's value: hashing an enum member is a call into Python.
+_TAKES = [
+    frozenset(dtype for dtype in DTYPES if kind_of(dtype) in REDUCTIONS[op].kinds)
+    for op in ReduceOp
+]
+_PAIRS = [REDUCTIONS[op].pairs for op in ReduceOp]
 
 
 def check_reducible(call: str, op: ReduceOp, tensor: torch.Tensor, prefix: bool = False) -> None:
     """Raise where `op` does not take `tensor`'s elements, or the operation does not take `op`."""
-    row = REDUCTIONS[op]
-    if kind_of(tensor.dtype) not in row.kinds:
+    if tensor.dtype not in _TAKES[op]:
         raise TypeError(
-            f"{call}: {op.name} of {tensor.dtype} does not exist; it takes {row.dtypes}"
+            f"{call}: {op.name} of {tensor.dtype} does not exist; it takes {REDUCTIONS[op].dtypes}"
         )
     if prefix and op is ReduceOp.AVG:
         raise ValueError(f"{call}: AVG is no prefix reduction; use SUM and divide")
-    if row.pairs and (tensor.dim() == 0 or tensor.shape[-1] != 2):
+    if _PAIRS[op] and (tensor.dim() == 0 or tensor.shape[-1] != 2):
         raise ValueError(
             f"{call}: {op.name} takes (value, index) pairs along the last dimension, which must "
             f"have size 2; the tensor has shape {tuple(tensor.shape)}"
         )
-
-
-def tag_upper_bound() -> int:
-    """The largest tag of the MPI library."""
-    return mpi.tag_ub()

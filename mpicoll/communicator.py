@@ -28,7 +28,7 @@ from .autograd.point_to_point import WaitHandle
 from .dispatch import USER, Call
 from .negotiate import Row, exchange_rows, require_alike, shape_text
 from .ops import OPERATIONS, ReduceOp
-from .staging import check_tensor, check_writable, name_of
+from .staging import check_tensor, check_writable, name_of, overlap
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -231,7 +231,10 @@ class Communicator:
 
         if color is not None:
             color = as_numelem("Split", "color", color)
-        key = as_numelem("Split", "key", key) if key is None else int(_index("Split", "key", key))
+        key = _index("Split", "key", key)
+        for name, value in (("color", color or 0), ("key", key)):
+            if not -(1 << 31) <= value < 1 << 31:
+                raise ValueError(f"Split: {name} is {value}; it must fit 32 bits")
         base = self.to_mpi4py()
         self._bury()
         part = base.Split(MPI.UNDEFINED if color is None else color, key)
@@ -307,7 +310,8 @@ class Communicator:
         check_tensor(shown, "tensor", tensor)
         reduction = as_reduction(shown, op)
         check_reducible(shown, reduction, tensor, row.prefix)
-        where = -1 if root is None else as_root(shown, "root", root, comm.size)
+        rooted = "root" in row.arguments
+        where = as_root(shown, "root", root, comm.size) if rooted else -1
         call = Call(row, comm, op=reduction, root=where, inplace=inplace)
         if inplace:
             check_writable(shown, "tensor", tensor)
@@ -671,7 +675,8 @@ class Communicator:
         comm = self._comm
         check_tensor(name, "tensor", tensor)
         axis = as_axis(name, "gatheraxis", gatheraxis, tensor.dim())
-        where = -1 if root is None else as_root(name, "root", root, comm.size)
+        rooted = "root" in OPERATIONS[name].arguments
+        where = as_root(name, "root", root, comm.size) if rooted else -1
         rows = exchange_rows(comm, USER, tensor, (axis, where))
         require_alike(name, comm, rows, ("gatheraxis", "root"), free=(axis,))
         gathered = [row.shape[axis] for row in rows]
@@ -1012,7 +1017,8 @@ class Communicator:
         dest
             The rank that receives it; None: nothing is sent.
         recvtensor
-            Filled in place with what `source` sends. Must not share memory with `sendtensor`.
+            Filled in place with what `source` sends. Must not share memory with `sendtensor`;
+            other rows or columns of one matrix do not.
         source
             The rank that sends; None: `recvtensor` stays as it is.
         sendtag, recvtag
@@ -1041,16 +1047,13 @@ class Communicator:
         check_tensor("Sendrecv", "sendtensor", sendtensor)
         check_tensor("Sendrecv", "recvtensor", recvtensor)
         check_writable("Sendrecv", "recvtensor", recvtensor)
-        if (
-            sendtensor.numel()
-            and recvtensor.numel()
-            and sendtensor.device.type == "cpu"
-            and recvtensor.device.type == "cpu"
-            and torch._C._overlaps(sendtensor, recvtensor)
-        ):
-            raise ValueError(
-                "Sendrecv: sendtensor and recvtensor share memory; pass sendtensor.clone()"
-            )
+        if overlap(sendtensor, recvtensor):
+            if sendtensor.is_contiguous() and recvtensor.is_contiguous():
+                raise ValueError(
+                    "Sendrecv: sendtensor and recvtensor share memory; pass sendtensor.clone()"
+                )
+            # Columns of one matrix, say: what is sent is its value before anything arrives.
+            sendtensor = sendtensor.clone(memory_format=torch.contiguous_format)
         return messages.sendrecv(
             comm,
             sendtensor,
@@ -1133,7 +1136,7 @@ def _report_unanswered(comm: mpi.Comm, name: str) -> None:
             f"mpicoll: rank {comm.rank} of {name} has a gradient message that no node received: "
             "the result of a send did not reach this rank's loss, so its gradient is incomplete; "
             "let the result of Wait reach it, for example with JoinDummies",
-            ResourceWarning,
+            RuntimeWarning,  # shown by default: a wrong gradient is no matter of tidiness
             stacklevel=3,
         )
 
@@ -1253,5 +1256,5 @@ def _at_exit() -> None:
         if world._made is not None:
             _report_unanswered(world._made, world._name)
     for request in point_to_point.in_flight():
-        if not request.test():
+        if not request.comm.freed and not request.test():
             request.cancel()

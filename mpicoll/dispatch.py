@@ -9,17 +9,29 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ._core import collectives, mpi
 from .ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
-from .staging import Pipeline, contiguous, empty, is_plain, on_device, piece_elements, plan_for
+from .staging import (
+    Pipeline,
+    contiguous,
+    empty,
+    is_plain,
+    on_device,
+    overlap,
+    piece_elements,
+    plan_for,
+)
 
 __all__ = ["BACKWARD", "CONTROL", "USER", "Call", "run"]
 
 #: The duplicated communicators that keep kinds of traffic apart.
 USER, BACKWARD, CONTROL = 0, 1, 2
+# Indexed by the reduction's value: hashing an enum member is a call into Python.
+_DERIVATIVES = [REDUCTIONS[op].derivative for op in ReduceOp]
 _CODES = {"Allreduce": 0, "Bcast": 1, "Reduce": 2, "Scan": 3, "Exscan": 4}
 
 
@@ -55,77 +67,55 @@ class Call:
         True if any rank stages through host memory, so that all take the same pieces.
     largest
         The largest number of elements that any rank's side of an exchange has.
+    longest
+        With `splits`: the largest number of elements that any rank sends to one other.
     """
 
-    __slots__ = (
-        "channel", "comm", "dtype", "gatheraxis", "gathered", "inplace", "largest", "op",
-        "operation", "output", "reverse", "root", "scatteraxis", "scattered", "shape", "splits", "staged",
-    )  # fmt: skip
+    # Defaults live on the class: a call sets what it has, and making one stays cheap.
+    channel: int = USER
+    op: ReduceOp | None = None
+    root: int = -1
+    gatheraxis: int = -1
+    scatteraxis: int = -1
+    gathered: Sequence[int] = ()
+    scattered: Sequence[int] = ()
+    splits: tuple[Sequence[int], Sequence[int]] | None = None
+    shape: Sequence[int] = ()
+    dtype: torch.dtype | None = None
+    reverse: bool = False
+    inplace: bool = False
+    output: bool = False
+    staged: bool = False
+    largest: int = 0
+    longest: int = 0
 
-    def __init__(
-        self,
-        operation: Operation,
-        comm: mpi.Comm,
-        *,
-        channel: int = USER,
-        op: ReduceOp | None = None,
-        root: int = -1,
-        gatheraxis: int = -1,
-        scatteraxis: int = -1,
-        gathered: Sequence[int] = (),
-        scattered: Sequence[int] = (),
-        splits: tuple[Sequence[int], Sequence[int]] | None = None,
-        shape: Sequence[int] = (),
-        dtype: torch.dtype | None = None,
-        reverse: bool = False,
-        inplace: bool = False,
-        output: bool = False,
-        staged: bool = False,
-        largest: int = 0,
-    ) -> None:
+    def __init__(self, operation: Operation, comm: mpi.Comm, **given: Any) -> None:
         self.operation = operation
         self.comm = comm
-        self.channel = channel
-        self.op = op
-        self.root = root
-        self.gatheraxis = gatheraxis
-        self.scatteraxis = scatteraxis
-        self.gathered = gathered
-        self.scattered = scattered
-        self.splits = splits
-        self.shape = shape
-        self.dtype = dtype
-        self.reverse = reverse
-        self.inplace = inplace
-        self.output = output
-        self.staged = staged
-        self.largest = largest
+        self.__dict__.update(given)
 
     def dual(self) -> Call:
         """The operation that carries gradients back: sums, with the roles of the axes exchanged."""
-        return Call(
-            OPERATIONS[self.operation.dual],
-            self.comm,
-            channel=BACKWARD,
-            op=ReduceOp.SUM if OPERATIONS[self.operation.dual].reduces else None,
-            root=self.root,
-            gatheraxis=self.scatteraxis,
-            scatteraxis=self.gatheraxis,
-            gathered=self.scattered,
-            scattered=self.gathered,
-            splits=None if self.splits is None else (self.splits[1], self.splits[0]),
-            shape=self.shape,
-            reverse=self.operation.prefix and not self.reverse,
-            staged=self.staged,
-            largest=self.largest,
-        )
+        row = OPERATIONS[self.operation.dual]
+        dual = Call(row, self.comm, channel=BACKWARD, root=self.root, staged=self.staged)
+        if row.reduces:
+            dual.op = ReduceOp.SUM
+        if row.pattern == "elementwise":
+            dual.reverse = row.prefix and not self.reverse
+            return dual
+        dual.gatheraxis, dual.scatteraxis = self.scatteraxis, self.gatheraxis
+        dual.gathered, dual.scattered = self.scattered, self.gathered
+        if self.splits is not None:
+            dual.splits = self.splits[1], self.splits[0]
+        dual.shape, dual.largest, dual.longest = self.shape, self.largest, self.longest
+        return dual
 
     @property
     def derivative(self) -> str | None:
         """How the call differentiates: ``linear``, ``winner``, ``product`` or None (not at all)."""
         if self.op is None:
             return "linear"
-        return REDUCTIONS[self.op].derivative if self.op in self.operation.reductions else None
+        return _DERIVATIVES[self.op] if self.op in self.operation.reductions else None
 
 
 def run(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -139,6 +129,14 @@ def run(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _elementwise(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    code = _CODES[call.operation.name]
+    op = -1 if call.op is None else int(call.op)
+    if not call.inplace:
+        made = collectives.direct(
+            call.comm, call.channel, code, tensors[0], op, call.root, call.reverse
+        )
+        if made is not None:
+            return made
     source = contiguous(tensors[0].detach())
     target = tensors[0].detach() if call.inplace else None
     if target is None:
@@ -147,8 +145,6 @@ def _elementwise(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         result = target
     else:
         result = source  # contiguous() has copied the caller's tensor: ours to write
-    code = _CODES[call.operation.name]
-    op = -1 if call.op is None else int(call.op)
     if plan_for(source.device).direct:
         with on_device(source.device):
             collectives.elementwise(
@@ -194,7 +190,7 @@ def _staged_elementwise(
         )
         if writes:
             pipeline.back(result[start : start + size], host)
-    if not writes and result.data_ptr() != source.data_ptr():
+    if not writes and not call.inplace:
         result.copy_(source)
     pipeline.drained()
 
@@ -215,7 +211,7 @@ def _front(tensor: torch.Tensor, axis: int) -> torch.Tensor:
 def _blocks(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     source = tensors[0].detach()
     target = tensors[-1].detach() if call.output else None
-    fills = target is not None and is_plain(target)
+    fills = target is not None and is_plain(target) and not overlap(source, target)
     if call.splits is not None:
         result = _by_splits(call, source, target if fills else None)
     elif call.operation.name in ("Gather", "Allgather"):
@@ -239,7 +235,7 @@ def _gathering(call: Call, source: torch.Tensor, target: torch.Tensor | None) ->
     shape = (sum(call.gathered) if holds else 0, *sent.shape[1:])
     received = empty(shape, sent) if target is None else target.view(shape)
     sends = [counts[rank]] * (call.comm.size if everywhere else 1)
-    _move(call, name, sent, sends, received, counts if holds else [], counts)
+    _move(call, name, sent, sends, received, counts if holds else [], counts, max(counts))
     return _back_in_place(received, axis)
 
 
@@ -252,7 +248,8 @@ def _scattering(call: Call, source: torch.Tensor, target: torch.Tensor | None) -
     sent = _front(source, axis) if holds else source.new_empty(0, dtype=call.dtype)
     shape = (call.scattered[rank], *(n for i, n in enumerate(whole) if i != axis))
     received = empty(shape, sent) if target is None else target.view(shape)
-    _move(call, name, sent, counts if holds else [], received, [counts[rank]], counts)
+    sends = counts if holds else []
+    _move(call, name, sent, sends, received, [counts[rank]], counts, max(counts))
     return _back_in_place(received, axis)
 
 
@@ -268,7 +265,7 @@ def _by_splits(call: Call, source: torch.Tensor, target: torch.Tensor | None) ->
     received = empty(shape, sent) if target is None else target.view(shape)
     sends = [n * inner for n in call.splits[0]]
     receives = [n * inner for n in call.splits[1]]
-    _move(call, "Alltoall", sent, sends, received, receives, receives)
+    _move(call, "Alltoall", sent, sends, received, receives, receives, call.longest)
     return received
 
 
@@ -282,13 +279,15 @@ def _alltoall(call: Call, source: torch.Tensor) -> torch.Tensor:
         sends = [count * inner for count in _overlaps(n, m, rank)]
         receives = [_overlaps(n, m, s)[rank] * inner for s in range(size)]
         received = empty((m[rank], *sent.shape[1:]), sent)
-        _move(call, "Alltoall", sent, sends, received, receives, receives)
+        longest = min(max(n), max(m)) * inner
+        _move(call, "Alltoall", sent, sends, received, receives, receives, longest)
         return _back_in_place(received, scatter)
     inner = _inner(source.shape, gather, scatter)
     sends = [count * n[rank] * inner for count in m]
     receives = [m[rank] * count * inner for count in n]
     received = empty((sum(receives),), sent)
-    _move(call, "Alltoall", sent, sends, received, receives, receives)
+    longest = max(n) * max(m) * inner
+    _move(call, "Alltoall", sent, sends, received, receives, receives, longest)
     shape = list(source.shape)
     shape[gather], shape[scatter] = sum(n), m[rank]
     result = empty(shape, sent)
@@ -317,63 +316,56 @@ def _move(
     received: torch.Tensor,
     receives: Sequence[int],
     counts: Sequence[int],
+    longest: int,
 ) -> None:
     """Move blocks of contiguous memory, in one MPI call or, where staged, piece by piece.
 
     `sends` and `receives` are the sizes of this rank's blocks, `counts` those that the MPI
-    function takes (all ranks' blocks, or what this rank receives of each).
+    function takes (all ranks' blocks, or what this rank receives of each). No block of any rank
+    is longer than `longest`, which is the same on every rank.
     """
     direct = plan_for(received.device).direct
     if direct and not call.staged:
         with on_device(received.device):
             _one_call(call, name, sent, sends, received, receives, counts)
         return
-    piece = max(2, piece_elements(received.element_size()) // max(call.comm.size, 1) // 2 * 2)
-    longest = _longest(call, counts)
+    # A piece of every block fits in a chunk, and so does every rank's side of a call.
+    piece = max(2, piece_elements(received.element_size()) // call.comm.size // 2 * 2)
     pipeline = Pipeline(received.device)
+    replicated = name in ("Gather", "Allgather")  # one block goes to everybody
+
+    def cut(sizes: Sequence[int], at: int) -> list[int]:
+        return [max(0, min(piece, n - at)) for n in sizes]
+
+    chunk_out = pipeline.buffer(sum(cut(sends[:1] if replicated else sends, 0)), sent.dtype)
+    chunk_in = pipeline.buffer(sum(cut(receives, 0)), received.dtype)
     if longest <= piece:
-        host_in = pipeline.buffer(sent.numel(), sent.dtype)
-        host_out = pipeline.buffer(received.numel(), received.dtype)
         if sent.numel():
-            pipeline.ready(pipeline.out(host_in, sent.reshape(-1)))
-        _one_call(call, name, host_in, sends, host_out, receives, counts)
+            pipeline.ready(pipeline.out(chunk_out, sent.reshape(-1)))
+        _one_call(call, name, chunk_out, sends, chunk_in, receives, counts)
         if received.numel():
-            pipeline.back(received.view(-1), host_out)
+            pipeline.back(received.view(-1), chunk_in)
         pipeline.drained()
         return
-    flat_in, flat_out = sent.reshape(-1), received.view(-1)
-    replicated = name in ("Gather", "Allgather")
+    flat_out, flat_in = sent.reshape(-1), received.view(-1)
     for at in range(0, longest, piece):
-
-        def cut(sizes: Sequence[int], at: int = at) -> list[int]:
-            return [max(0, min(piece, n - at)) for n in sizes]
-
-        now_in, now_out = cut(sends), cut(receives)
-        if replicated:
-            now_in = now_in[:1]
-        host_in = pipeline.buffer(sum(now_in), sent.dtype)
-        host_out = pipeline.buffer(sum(now_out), received.dtype)
-        events = [
-            pipeline.out(host_in[place : place + n], flat_in[start + at : start + at + n])
-            for start, place, n in zip(_starts(sends), _starts(now_in), now_in, strict=False)
-            if n
-        ]
-        for event in events:
-            pipeline.ready(event)
-        _one_call(call, name, host_in, now_in, host_out, now_out, cut(counts))
-        for start, place, n in zip(_starts(receives), _starts(now_out), now_out, strict=True):
+        now_out = cut(sends[:1] if replicated else sends, at)
+        now_in = cut(receives, at)
+        for start, place, n in zip(_starts(sends), _starts(now_out), now_out, strict=False):
             if n:
-                pipeline.back(flat_out[start + at : start + at + n], host_out[place : place + n])
-        pipeline.drained()
+                part = flat_out[start + at : start + at + n]
+                pipeline.out(chunk_out[place : place + n], part)
+        pipeline.settle()
+        host_out, host_in = chunk_out[: sum(now_out)], chunk_in[: sum(now_in)]
+        _one_call(call, name, host_out, now_out, host_in, now_in, cut(counts, at))
+        for start, place, n in zip(_starts(receives), _starts(now_in), now_in, strict=True):
+            if n:
+                pipeline.back(flat_in[start + at : start + at + n], host_in[place : place + n])
+    pipeline.drained()
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
     return [0, *itertools.accumulate(sizes)][: len(sizes)]
-
-
-def _longest(call: Call, counts: Sequence[int]) -> int:
-    """The longest block of any rank: the same number on every rank."""
-    return max(call.largest, *counts) if call.operation.name == "Alltoall" else max(counts)
 
 
 def _one_call(

@@ -257,6 +257,22 @@ def open_express(bint value):
     express_open = value
 
 
+cdef int plain(object tensor, Buffer* buffer) except -1:
+    """Describe `tensor`; 1 if it is contiguous CPU memory that holds its value, else 0."""
+    cdef object kind = type(tensor)
+    if kind is not Tensor and kind is not Parameter:
+        return 0
+    try:
+        read(tensor, buffer)  # torch refuses sparse, quantized and meta tensors
+    except (RuntimeError, BufferError, TypeError):
+        return 0
+    if buffer.device_type != 1 or not buffer.contiguous or buffer.dtype == OTHER:
+        return 0
+    if tensor.is_neg() or (buffer.dtype >= MPICOLL_C64 and tensor.is_conj()):
+        return 0
+    return 1
+
+
 def express(Comm c not None, int what, tensor, int op, int root):
     """Serve a plain contiguous CPU tensor that needs no gradient; None if it is not one.
 
@@ -264,24 +280,13 @@ def express(Comm c not None, int what, tensor, int op, int root):
     also words the errors.
     """
     cdef Buffer source, target
-    cdef object kind = type(tensor)
     if not express_open or library.state != READY or c.freed:
         return None
-    if kind is not Tensor and kind is not Parameter:
+    if not plain(tensor, &source):
         return None
     if tensor.requires_grad and grad_enabled():
         return None
     if transforms() or modes() or forward_ad["_current_level"] >= 0:
-        return None
-    try:
-        read(tensor, &source)  # torch refuses sparse, quantized and meta tensors
-    except (RuntimeError, BufferError, TypeError):
-        return None
-    if tensor.is_neg():
-        return None
-    if source.device_type != 1 or not source.contiguous or source.dtype == OTHER:
-        return None
-    if source.dtype >= MPICOLL_C64 and tensor.is_conj():
         return None
     if what != BCAST and (op < 0 or op > MPICOLL_AVG or not library.has_operation[op][source.dtype]):
         return None
@@ -290,6 +295,21 @@ def express(Comm c not None, int what, tensor, int op, int root):
     result = allocate_like(tensor)
     read(result, &target)
     run_elementwise(c, USER, what, &source, &target, op, root, False)
+    return result
+
+
+def direct(Comm c not None, int channel, int what, tensor, int op, int root, bint reverse):
+    """:func:`elementwise` into a new tensor for a plain CPU tensor; None if it is not one.
+
+    For calls whose arguments have been checked.
+    """
+    cdef Buffer source, target
+    if not plain(tensor, &source):
+        return None
+    usable(c, NAMES[what])
+    result = allocate_like(tensor)
+    read(result, &target)
+    run_elementwise(c, channel, what, &source, &target, op, root, reverse)
     return result
 
 

@@ -280,12 +280,14 @@ def irecv_gradient(Comm comm not None, tensor, int source, int64_t answers):
 def unanswered(Comm comm not None):
     """Whether a gradient message has arrived on `comm` that no node received."""
     cdef mpi_status status
-    cdef int flag = 0
+    cdef int flag = 0, error = 0, i
     usable(comm, b"MPI_Iprobe")
-    check(
-        mpi_Iprobe(
-            library.any_source, library.any_tag, comm.handle[BACKWARD], &flag, &status
-        ),
-        b"MPI_Iprobe",
-    )
+    with nogil:
+        for i in range(64):  # a probe may do no more than let the library make progress
+            error = mpi_Iprobe(
+                library.any_source, library.any_tag, comm.handle[BACKWARD], &flag, &status
+            )
+            if error or flag:
+                break
+    check(error, b"MPI_Iprobe")
     return flag != 0

@@ -8,6 +8,7 @@ import torch
 
 from ..dispatch import BACKWARD, Call
 from ..ops import OPERATIONS, REDUCTIONS, ReduceOp
+from . import functions
 from .dummies import join
 
 __all__ = ["adjoint", "join"]
@@ -19,40 +20,34 @@ def adjoint(call: Call, saved: Sequence[torch.Tensor], gradient: torch.Tensor) -
         return _spread(call, gradient)
     if call.op is ReduceOp.AVG:
         return _average(call, gradient)
-    if REDUCTIONS[call.op].derivative == "winner":
+    if call.derivative == "winner":
         return _winner(call, *saved, gradient)
     return _product(call, saved[0], gradient)
 
 
-def _apply(call: Call, tensor: torch.Tensor) -> torch.Tensor:
-    from .functions import apply
-
-    return apply(call, tensor)
-
-
 def _spread(call: Call, gradient: torch.Tensor) -> torch.Tensor:
     """G: the gradients of the results, summed where an element has several, at the input."""
-    return _apply(call.dual(), gradient)
+    return functions.apply(call.dual(), gradient)
 
 
 def _average(call: Call, gradient: torch.Tensor) -> torch.Tensor:
     dual = call.dual()
     if dual.op is ReduceOp.SUM:  # one rounding for 16-bit floats, as in forward
         dual.op = ReduceOp.AVG
-        return _apply(dual, gradient)
-    return _apply(dual, gradient) / call.comm.size
+        return functions.apply(dual, gradient)
+    return functions.apply(dual, gradient) / call.comm.size
 
 
 def _replicate(call: Call, result: torch.Tensor) -> torch.Tensor:
     """The result as every rank's whole tensor, without history."""
     if call.operation.name == "Allreduce":
         return result
-    return _apply(call.dual(), result.detach())
+    return functions.apply(call.dual(), result.detach())
 
 
 def _like(call: Call, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """An Allreduce of `tensor` on the backward channel."""
-    return _apply(Call(OPERATIONS["Allreduce"], call.comm, channel=BACKWARD, op=op), tensor)
+    return functions.apply(Call(OPERATIONS["Allreduce"], call.comm, channel=BACKWARD, op=op), tensor)
 
 
 def _winner(
@@ -61,7 +56,8 @@ def _winner(
     """MAX, MIN: to the ranks whose element is the result, ties share evenly."""
     assert call.op is not None
     total = _spread(call, gradient)
-    best = _replicate(call, result.detach())
+    # As it came out of the call; the caller's tensor that it filled may have another shape.
+    best = _replicate(call, result.detach().reshape(gradient.shape))
     mine = tensor.detach() == best
     if REDUCTIONS[call.op].pairs:  # both value and index decide; only the value has a gradient
         both = mine.all(-1, keepdim=True)
@@ -95,11 +91,12 @@ def _others(call: Call, tensor: torch.Tensor) -> torch.Tensor:
         splits=([block] * size, [block] * size),
         staged=call.staged,
         largest=block * size,
+        longest=block,
     )
-    rows = _apply(exchange, padded).view(size, block)
+    rows = functions.apply(exchange, padded).view(size, block)
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     ones = torch.ones_like(wide[:1])
     before = torch.cat([ones, wide[:-1]]).cumprod(0)
     after = torch.cat([wide[1:], ones]).flip(0).cumprod(0).flip(0)
-    back = _apply(exchange.dual(), (before * after).to(rows.dtype).reshape(-1))
+    back = functions.apply(exchange.dual(), (before * after).to(rows.dtype).reshape(-1))
     return back[: flat.numel()].view(tensor.shape)

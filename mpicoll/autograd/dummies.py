@@ -21,8 +21,9 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        # The zeros carry the dependency on, reversed, for the next derivative.
         zeros = (
-            torch.zeros(shape, dtype=dtype, device=device) if wanted else None
+            join(torch.zeros(shape, dtype=dtype, device=device), [gradient]) if wanted else None
             for (shape, dtype, device), wanted in zip(ctx.metas, ctx.wanted, strict=True)
         )
         return gradient, *zeros

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from .._core import collectives, mpi
-from ..staging import Pipeline, contiguous, is_plain, on_device, plan_for
+from ..staging import Pipeline, contiguous, is_plain, on_device, overlap, plan_for
+from .dummies import join
 from .functions import anchor, needs_graph
 
 __all__ = ["exchange", "unstack"]
@@ -25,20 +26,83 @@ def _move(
         with on_device(device):
             collectives.exchange(comm, sends, receives)
         return
-    pipeline = Pipeline(device)
-    hosts = [pipeline.buffer(t.numel(), t.dtype) for t in sends]
-    places = [pipeline.buffer(t.numel(), t.dtype) for t in receives]
-    events = [
-        pipeline.out(host, t.reshape(-1))
-        for host, t in zip(hosts, sends, strict=True)
-        if t.numel()
-    ]
-    for event in events:
-        pipeline.ready(event)
-    collectives.exchange(comm, hosts, places)
-    for t, place in zip(receives, places, strict=True):
-        if t.numel():
-            pipeline.back(t.view(-1), place)
+    rank = comm.rank
+    if receives[rank].numel():
+        receives[rank].copy_(sends[rank])  # the block for this rank stays on the device
+    out = [0 if s == rank else t.numel() for s, t in enumerate(sends)]
+    into = [0 if s == rank else t.numel() for s, t in enumerate(receives)]
+    chunk_bytes, count_limit = mpi.limits()
+    # The pieces into which the core cuts the blocks of ranks whose tensors MPI reaches directly.
+    piece = max(1, min(count_limit, chunk_bytes // receives[rank].element_size()))
+    if sum(out) <= piece and sum(into) <= piece:
+        _move_at_once(comm, sends, receives, out, into)
+    else:
+        _move_in_pieces(comm, sends, receives, out, into, piece)
+
+
+def _move_at_once(
+    comm: mpi.Comm,
+    sends: Sequence[torch.Tensor],
+    receives: Sequence[torch.Tensor],
+    out: Sequence[int],
+    into: Sequence[int],
+) -> None:
+    """Stage everything through two chunks: one copy out, one exchange, one copy in."""
+    pipeline = Pipeline(receives[0].device)
+    host_out = pipeline.buffer(sum(out), receives[0].dtype)
+    host_in = pipeline.buffer(sum(into), receives[0].dtype)
+    if host_out.numel():
+        parts = [t.view(-1) for t, n in zip(sends, out, strict=True) if n]
+        packed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        pipeline.follow()
+        pipeline.ready(pipeline.out(host_out, packed))
+    collectives.exchange(comm, host_out.split(list(out)), host_in.split(list(into)))
+    places = [t.view(-1) for t, n in zip(receives, into, strict=True) if n]
+    if len(places) == 1:
+        pipeline.back(places[0], host_in)
+        pipeline.drained()
+    elif places:
+        packed = receives[0].new_empty(sum(into))
+        pipeline.follow()
+        pipeline.back(packed, host_in)
+        pipeline.drained()
+        for place, part in zip(places, packed.split([n for n in into if n]), strict=True):
+            place.copy_(part)
+
+
+def _move_in_pieces(
+    comm: mpi.Comm,
+    sends: Sequence[torch.Tensor],
+    receives: Sequence[torch.Tensor],
+    out: Sequence[int],
+    into: Sequence[int],
+    piece: int,
+) -> None:
+    """Stage through two chunks, one for each direction, one piece of one block at a time.
+
+    Pieces in the outer loop, peers in the inner one: a rank that is reached directly completes a
+    round of pieces with all peers before it starts the next, so no peer may be served ahead.
+    """
+    rank, size = comm.rank, comm.size
+    pipeline = Pipeline(receives[0].device)
+    host_out = pipeline.buffer(min(piece, max(out)), receives[0].dtype)
+    host_in = pipeline.buffer(min(piece, max(into)), receives[0].dtype)
+    sent = [host_out[:0]] * size
+    received = [host_in[:0]] * size
+    for at in range(0, max(*out, *into), piece):
+        for distance in range(1, size):
+            to, source = (rank + distance) % size, (rank - distance) % size
+            n = max(0, min(piece, out[to] - at))
+            m = max(0, min(piece, into[source] - at))
+            if n:
+                part = sends[to].view(-1)[at : at + n]
+                pipeline.ready(pipeline.out(host_out[:n], part))
+            pipeline.settle()  # the previous piece has left host_in
+            sent[to], received[source] = host_out[:n], host_in[:m]
+            collectives.exchange(comm, sent, received)
+            sent[to], received[source] = host_out[:0], host_in[:0]
+            if m:
+                pipeline.back(receives[source].view(-1)[at : at + m], host_in[:m])
     pipeline.drained()
 
 
@@ -50,7 +114,10 @@ class _Exchange(torch.autograd.Function):
         sends = tensors[: comm.size]
         if outputs:
             targets = [t.detach() for t in tensors[comm.size :]]
-            receives = [t if is_plain(t) else sends[0].new_empty(t.shape) for t in targets]
+            receives = [
+                t if is_plain(t) and not any(overlap(t, s) for s in sends) else t.new_empty(t.shape)
+                for t in targets
+            ]
         else:
             receives = [sends[0].new_empty(shape) for shape in shapes]
         _move(comm, sends, receives)
@@ -75,8 +142,10 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients):
         back = exchange(ctx.comm, gradients, ctx.shapes)
+        # Zeros that still hang on the node that ran, so that their backward runs it, too.
         rest = (
-            None if m is None else torch.zeros(m[0], dtype=m[1], device=m[2]) for m in ctx.rest
+            None if m is None else join(torch.zeros(m[0], dtype=m[1], device=m[2]), back)
+            for m in ctx.rest
         )
         return None, None, None, *back, *rest
 
@@ -90,15 +159,17 @@ def exchange(
     shapes: Shapes,
     outputs: Sequence[torch.Tensor] = (),
     anchored: bool = False,
+    dummies: Sequence[torch.Tensor] = (),
 ) -> tuple[torch.Tensor, ...]:
     """Send `tensors[s]` to rank s; return what rank s sent, of shape `shapes[s]`, for every s.
 
-    Fills and returns `outputs` where they are given.
+    Fills and returns `outputs` where they are given. `anchored` puts it in the graph though no
+    tensor here requires grad; `dummies` are then inputs of the node and get zero gradients.
     """
     if needs_graph(*tensors, *outputs):
         return _exchange(comm, shapes, bool(outputs), *tensors, *outputs)
     if anchored:
-        return _exchange(comm, shapes, False, *tensors, anchor())
+        return _exchange(comm, shapes, False, *tensors, *(dummies or [anchor()]))
     result = _Exchange.forward(comm, shapes, bool(outputs), *tensors, *outputs)
     for output in outputs:
         torch.autograd.graph.increment_version(output)

@@ -7,7 +7,6 @@ from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..dispatch import Call
-from ..ops import REDUCTIONS
 from . import adjoints
 
 __all__ = ["anchor", "apply", "apply_inplace", "needs_graph"]
@@ -35,9 +34,10 @@ class Communication(torch.autograd.Function):
         ctx.metas = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in tensors]
         if call.output:
             ctx.mark_dirty(tensors[-1])
-        if call.op is not None and REDUCTIONS[call.op].derivative == "product":
+        derivative = call.derivative
+        if derivative == "product":
             ctx.save_for_backward(tensors[0])
-        elif call.op is not None and REDUCTIONS[call.op].derivative == "winner":
+        elif derivative == "winner":
             ctx.save_for_backward(tensors[0], output)
 
     @staticmethod
@@ -46,7 +46,8 @@ class Communication(torch.autograd.Function):
         if ctx.call.output and ctx.call.shape:  # the caller's tensor may have another shape
             gradient = gradient.reshape(ctx.call.shape)
         result = adjoints.adjoint(ctx.call, ctx.saved_tensors, gradient)
-        zeros = (None if m is None else _zeros(m) for m in others)
+        # They hang on the node that ran, so that their backward runs its adjoint, too.
+        zeros = (None if m is None else adjoints.join(_zeros(m), [result]) for m in others)
         if first is None:
             return None, None, *zeros
         if result.shape != first[0] or result.dtype != first[1]:
@@ -127,6 +128,11 @@ def apply(call: Call, *tensors: torch.Tensor, name: str = "", anchored: bool = F
     """
     if needs_graph(*tensors):
         _differentiable(call, name or call.operation.name)
+        if call.output and tensors[-1]._is_view():
+            # torch takes the first input of a node that writes into a view for that view: copy.
+            call.output = False
+            result = apply(call, *tensors[:-1], anchored=True)
+            return tensors[-1].copy_(result.view(tensors[-1].shape))
     elif anchored:
         tensors = (tensors[0], anchor(), *tensors[1:])
     else:
@@ -151,7 +157,7 @@ def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
         torch.autograd.graph.increment_version(tensor)
         return result
     _differentiable(call, name)
-    if call.op is not None and REDUCTIONS[call.op].derivative != "linear":
+    if call.derivative != "linear":
         # The adjoint needs the values that the result overwrites.
         call.inplace = False
         kept = _communicate(call, tensor.clone())

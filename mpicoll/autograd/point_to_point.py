@@ -1,8 +1,8 @@
 """Messages between two ranks, whose gradients travel the other way.
 
 A message is two nodes of the graph: one where it is started, one where it is completed. In
-backward they swap roles: completing starts the gradient message, starting completes it, so that
-what lies between them overlaps with it in both directions.
+backward they swap roles: completing starts the gradient message, starting completes it (where it
+is received; where it is sent nobody waits), so that what lies between them overlaps with it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,20 @@ __all__ = [
     "isend",
     "sendrecv",
 ]
+
+
+#: Requests whose message nobody holds any more; they complete while others start.
+_abandoned: list[point_to_point.Request] = []
+
+
+def _reap() -> None:
+    """Let go of what was abandoned and has completed since."""
+    waiting = []
+    while _abandoned:
+        request = _abandoned.pop()
+        if not request.comm.freed and not request.test():
+            waiting.append(request)
+    _abandoned.extend(waiting)
 
 
 class Message:
@@ -63,6 +77,8 @@ class Message:
 
     def send(self, tensor: torch.Tensor, wants: bool) -> None:
         """Start to send `tensor`."""
+        if _abandoned:
+            _reap()
         self.sends = True
         self.wants = wants and self.peer is not None
         self.tensor = tensor.detach()
@@ -89,6 +105,8 @@ class Message:
 
     def receive(self, tensor: torch.Tensor) -> None:
         """Start to receive into `tensor`."""
+        if _abandoned:
+            _reap()
         self.sends = False
         self.tensor = tensor.detach()
         if self.peer is None:
@@ -98,11 +116,7 @@ class Message:
         elif plan_for(tensor.device).direct:
             self.buffer = contiguous(self.tensor).clone()
         else:
-            pipeline = Pipeline(tensor.device)
-            self.buffer = pipeline.buffer(tensor.numel(), tensor.dtype)
-            # A shorter message leaves the tail as it was.
-            pipeline.ready(pipeline.out(self.buffer, contiguous(self.tensor).view(-1)))
-            pipeline.drained()
+            self.buffer = Pipeline(tensor.device).buffer(tensor.numel(), tensor.dtype)
         with on_device(self.buffer.device):
             if self.tag is None:
                 self.request = point_to_point.irecv_gradient(
@@ -133,13 +147,15 @@ class Message:
         if self.buffer.data_ptr() != self.tensor.data_ptr() or not is_plain(self.tensor):
             if plan_for(self.tensor.device).direct:
                 self.tensor.copy_(self.buffer.view(self.tensor.shape))
-            else:
+            elif request.nbytes:
+                # A shorter message leaves the tail as it was.
+                plain = self.tensor if is_plain(self.tensor) else contiguous(self.tensor)
+                n = self.sent_elements()
                 pipeline = Pipeline(self.tensor.device)
-                if is_plain(self.tensor):
-                    pipeline.back(self.tensor.view(-1), self.buffer)
-                else:
-                    pipeline.back(self.tensor, self.buffer.view(self.tensor.shape))
+                pipeline.back(plain.view(-1)[:n], self.buffer[:n])
                 pipeline.drained()
+                if plain is not self.tensor:
+                    self.tensor.copy_(plain)
         else:
             torch.autograd.graph.increment_version(self.tensor)
 
@@ -156,6 +172,12 @@ class Message:
                 f"{self.comm.rank}'s tensor has room for {room}; {error.text}",
             ) from error
 
+    def let_go(self) -> None:
+        """Complete a send when it may be, without waiting for it."""
+        self.consumed = True
+        if self.request is not None and not self.request.test():
+            _abandoned.append(self.request)
+
     def sent_elements(self) -> int:
         """How many elements the sender of a received message sent."""
         assert self.request is not None
@@ -164,6 +186,7 @@ class Message:
     def __del__(self) -> None:
         request = getattr(self, "request", None)
         if request is not None and not self.consumed:
+            _abandoned.append(request)
             warnings.warn(
                 f"mpicoll: {'Isend' if self.sends else 'Irecv'} with rank {self.peer} (tag "
                 f"{self.tag}) was never waited for; its buffer is kept until it completes",
@@ -232,18 +255,15 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         message = ctx.message
-        handle, message.reverse = message.reverse, None
-        if handle is None and message.sends and message.wants:
-            handle = _start_reverse(message)  # nobody waited for the message: its gradient comes
         shape, dtype, device = ctx.meta
         result = None
-        if handle is not None:
-            done = complete(WaitHandle(handle._message, join(handle.dummy, [gradient])))
-            if message.sends:
-                result = done
-            elif ctx.wanted:
-                result = join(torch.zeros(shape, dtype=dtype, device=device), [done])
-        elif ctx.wanted:
+        if message.sends:
+            handle, message.reverse = message.reverse, None
+            if handle is None and message.wants:
+                handle = _start_reverse(message, gradient)  # nobody waited: its gradient comes
+            if handle is not None:
+                result = complete(WaitHandle(handle._message, join(handle.dummy, [gradient])))
+        if result is None and ctx.wanted:
             result = join(torch.zeros(shape, dtype=dtype, device=device), [gradient])
         return None, None, result, *[torch.zeros(0)] * ctx.anchors
 
@@ -266,8 +286,12 @@ class _Complete(torch.autograd.Function):
         message = ctx.message
         dummy = torch.zeros(0)
         if message.wants:
-            message.reverse = _start_reverse(message, gradient)
-            dummy = message.reverse.dummy
+            reverse = _start_reverse(message, gradient)
+            dummy = reverse.dummy
+            if message.sends:
+                message.reverse = reverse
+            else:  # nothing waits for a gradient to be sent: it could only wait for each other
+                reverse._message.let_go()
         return (None, dummy, gradient) if ctx.sent else (None, dummy)
 
 
@@ -275,13 +299,13 @@ _start = super(torch.autograd.Function, _Start).apply
 _complete = super(torch.autograd.Function, _Complete).apply
 
 
-def _start_reverse(message: Message, gradient: torch.Tensor | None = None) -> WaitHandle:
-    """Start the gradient message that answers `message`."""
+def _start_reverse(message: Message, gradient: torch.Tensor) -> WaitHandle:
+    """Start the gradient message that answers `message`, after what `gradient` depends on."""
     assert message.request is not None
     back = Message(message.comm, message.peer, answers=message.request.sequence)
     if message.sends:
-        return _irecv(back, torch.empty_like(message.tensor, memory_format=torch.contiguous_format))
-    assert gradient is not None
+        buffer = torch.empty_like(message.tensor, memory_format=torch.contiguous_format)
+        return _irecv(back, join(buffer, [gradient]))
     return _isend(back, gradient.reshape(-1)[: message.sent_elements()])
 
 
@@ -376,8 +400,10 @@ class _Sendrecv(torch.autograd.Function):
         # Receive first: where both are the caller's one tensor, the sent value is a copy.
         into.receive(recvtensor)
         out.send(sendtensor, wants)
-        into.finish()
-        out.finish()
+        try:
+            into.finish()
+        finally:
+            out.finish()
         return into.tensor.detach()
 
     @staticmethod

@@ -379,7 +379,8 @@ def scatter(
         except (TypeError, ValueError) as error:
             problem = error
     else:
-        mine = [t for t in tensors or () if isinstance(t, torch.Tensor)]
+        given = tensors if isinstance(tensors, Sequence) else ()
+        mine = [t for t in given if isinstance(t, torch.Tensor)]
     heads = collectives.agree(comm, USER, _head(mine, problem) if comm.rank == root else (0,) * 4)
     valid, dtype, wants, ndim = heads[root]
     if problem is not None:
@@ -404,17 +405,8 @@ def scatter(
     if not wants:
         sends = [t.detach() for t in sends]
     anchored = bool(wants) and torch.is_grad_enabled()
-    result = exchange(comm, sends, receives, anchored=anchored)[root]
-    if comm.rank == root:
-        return result
-    return _with_zeros(result, [t for t in mine if t.requires_grad])
-
-
-def _with_zeros(result: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Give tensors that do not count a zero gradient."""
-    from ..autograd import join
-
-    return join(result, tensors) if result.requires_grad else result
+    dummies = [t for t in mine if t.requires_grad] if comm.rank != root else []
+    return exchange(comm, sends, receives, anchored=anchored, dummies=dummies)[root]
 
 
 def _head(tensors: Sequence[torch.Tensor], problem: Exception | None) -> tuple[int, ...]:
@@ -583,7 +575,9 @@ def all_to_all(
     shapes = [t.shape for t in outputs]
     if any(t._is_view() for t in outputs) and torch.is_grad_enabled():
         # torch lets a node with several outputs write into no view: copy instead.
-        for output, part in zip(outputs, exchange(comm, inputs, shapes), strict=True):
+        anchored = any(t.requires_grad for t in outputs)
+        parts = exchange(comm, inputs, shapes, anchored=anchored)
+        for output, part in zip(outputs, parts, strict=True):
             output.copy_(part)
         return outputs
     return list(exchange(comm, inputs, shapes, outputs))
@@ -591,8 +585,11 @@ def all_to_all(
 
 def _agree_on_splits(
     call: str, comm: mpi.Comm, like: torch.Tensor, sends: Sequence[int], receives: Sequence[int]
-) -> int:
-    """Raise on all ranks unless all pairs agree; return the largest side of any rank."""
+) -> tuple[int, int, bool]:
+    """Raise on all ranks unless all pairs agree.
+
+    Returns the largest side and the longest block of any rank, and whether any rank stages.
+    """
     meant = collectives.swap(comm, USER, sends)
     wrong = next((s for s in range(comm.size) if meant[s] != receives[s]), -1)
     rows = collectives.agree(
@@ -604,18 +601,20 @@ def _agree_on_splits(
             0 if wrong < 0 else receives[wrong],
             max(sum(sends), sum(receives)),
             code_of(like.dtype),
+            max(sends),
+            int(not plan_for(like.device).direct),
         ),
     )
     where = f"{call} on rank {comm.rank} of {comm.size}"
     if len({row[4] for row in rows}) > 1:
         kinds = ", ".join(f"rank {r}: {name_of(row[4])}" for r, row in enumerate(rows))
         raise TypeError(f"{where}: the ranks' tensors differ in dtype ({kinds})")
-    for r, (other, sent, expected, _, _) in enumerate(rows):
+    for r, (other, sent, expected, *_) in enumerate(rows):
         if other >= 0:
             raise ValueError(
                 f"{where}: rank {other} sends {sent} elements to rank {r}, which expects {expected}"
             )
-    return max(row[3] for row in rows)
+    return max(row[3] for row in rows), max(row[5] for row in rows), any(row[6] for row in rows)
 
 
 def all_to_all_single(
@@ -674,7 +673,7 @@ def all_to_all_single(
             f"{tuple(input.shape[1:])}"
         )
     inner = math.prod(input.shape[1:])
-    largest = _agree_on_splits(
+    largest, longest, staged = _agree_on_splits(
         "all_to_all_single",
         comm,
         input,
@@ -686,8 +685,9 @@ def all_to_all_single(
         comm,
         splits=(sends, receives),
         output=True,
-        staged=not plan_for(input.device).direct,
+        staged=staged,
         largest=largest,
+        longest=longest,
     )
     return apply(call, input, output)
 

@@ -135,9 +135,9 @@ def _scan(tensors: Tensors, op: ReduceOp) -> list[torch.Tensor]:
 
 def _exscan(tensors: Tensors, op: ReduceOp) -> list[torch.Tensor]:
     row, dtype = REDUCTIONS[op], tensors[0].dtype
-    first = torch.full_like(tensors[0], row.neutral(dtype))  # type: ignore[arg-type]
+    first = torch.tensor(row.neutral(dtype), dtype=dtype).expand(tensors[0].shape).clone()
     if row.pairs:  # an index that loses every tie
-        first[..., 1] = REDUCTIONS[ReduceOp.MIN].neutral(dtype)
+        first[..., 1] = torch.tensor(REDUCTIONS[ReduceOp.MIN].neutral(dtype), dtype=dtype)
     return [_reduce(tensors[:r], op) if r else first for r in range(len(tensors))]
 
 

@@ -156,18 +156,24 @@ def _signed(reduce: Callable) -> Callable:
     return wrapped
 
 
-def _ordered(stacked: torch.Tensor, largest: bool) -> torch.Tensor:
-    if stacked.dtype == torch.bool:
-        return stacked.any(0) if largest else stacked.all(0)
-    if stacked.dtype == torch.uint64:  # flip the top bit: order of uint64 as order of int64
-        flip = torch.iinfo(torch.int64).min
-        signed = stacked.view(torch.int64) ^ flip
-        best = signed.amax(0) if largest else signed.amin(0)
-        return (best ^ flip).view(torch.uint64)
-    if stacked.dtype in _WIDE_UNSIGNED:
-        wide = stacked.to(torch.int64)
-        return (wide.amax(0) if largest else wide.amin(0)).to(stacked.dtype)
-    return stacked.amax(0) if largest else stacked.amin(0)
+def _ordered(reduce: Callable) -> Callable:
+    """Let torch compare the unsigned integers for which it has no kernels."""
+
+    def wrapped(stacked: torch.Tensor) -> torch.Tensor:
+        if stacked.dtype == torch.uint64:  # flip the top bit: order of uint64 as order of int64
+            flip = torch.iinfo(torch.int64).min
+            return (reduce(stacked.view(torch.int64) ^ flip) ^ flip).view(torch.uint64)
+        return _signed(reduce)(stacked)
+
+    return wrapped
+
+
+def _max(stacked: torch.Tensor) -> torch.Tensor:
+    return stacked.any(0) if stacked.dtype == torch.bool else stacked.amax(0)
+
+
+def _min(stacked: torch.Tensor) -> torch.Tensor:
+    return stacked.all(0) if stacked.dtype == torch.bool else stacked.amin(0)
 
 
 def _sum(stacked: torch.Tensor) -> torch.Tensor:
@@ -205,7 +211,7 @@ def _located(largest: bool) -> Callable:
             tied = (other == value) | (torch.isnan(other) & torch.isnan(value))
             better = better | (tied & (position < index))
             value, index = torch.where(better, other, value), torch.where(better, position, index)
-        return torch.stack([value, index], -1)
+        return torch.stack([value, index.detach()], -1)  # only the value has a gradient
 
     return reference
 
@@ -220,12 +226,10 @@ _NONE = "none: RuntimeError in forward if the input requires grad"
 
 _TABLE = (
     Reduction(
-        ReduceOp.MAX, "MPI_MAX", _ORDERED, "winner", _WINNER, _lowest,
-        lambda stacked: _ordered(stacked, True),
+        ReduceOp.MAX, "MPI_MAX", _ORDERED, "winner", _WINNER, _lowest, _ordered(_max),
     ),
     Reduction(
-        ReduceOp.MIN, "MPI_MIN", _ORDERED, "winner", _WINNER, _highest,
-        lambda stacked: _ordered(stacked, False),
+        ReduceOp.MIN, "MPI_MIN", _ORDERED, "winner", _WINNER, _highest, _ordered(_min),
     ),
     Reduction(ReduceOp.SUM, "MPI_SUM", _ANY, "linear", "G", _zero, _sum),
     Reduction(
@@ -241,12 +245,12 @@ _TABLE = (
     Reduction(
         ReduceOp.MINLOC, "MPI_MINLOC", _REAL, "winner",
         "the value's gradient goes to the winner, ties to the lowest index", _highest,
-        _located(False), pairs=True,
+        _ordered(_located(False)), pairs=True,
     ),
     Reduction(
         ReduceOp.MAXLOC, "MPI_MAXLOC", _REAL, "winner",
         "the value's gradient goes to the winner, ties to the lowest index", _lowest,
-        _located(True), pairs=True,
+        _ordered(_located(True)), pairs=True,
     ),
     Reduction(ReduceOp.AVG, None, _INEXACT, "linear", "G / W", _zero, _avg),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from .devices import (
 )
 from .dtypes import code_of, kind_of, name_of
 from .host import Pipeline, piece_elements
-from .layout import check_tensor, check_writable, contiguous, empty, is_plain
+from .layout import check_tensor, check_writable, contiguous, empty, is_plain, overlap
 
 __all__ = [
     "Pipeline",
@@ -25,6 +25,7 @@ __all__ = [
     "kind_of",
     "name_of",
     "on_device",
+    "overlap",
     "piece_elements",
     "plan_for",
 ]

@@ -11,7 +11,8 @@ __all__ = ["Pipeline", "piece_elements"]
 
 def piece_elements(itemsize: int) -> int:
     """Elements in a piece; even, because (value, index) pairs are never cut apart."""
-    return max(2, mpi.limits()[0] // itemsize // 2 * 2)
+    chunk_bytes, count_limit = mpi.limits()
+    return max(2, min(chunk_bytes // itemsize, count_limit) // 2 * 2)
 
 
 class Pipeline:
@@ -31,7 +32,12 @@ class Pipeline:
         self.stream = None
         if device.type == "cuda":
             self.stream = torch.cuda.Stream(device)
-            self.stream.wait_stream(torch.cuda.current_stream(device))
+            self.follow()
+
+    def follow(self) -> None:
+        """Let copies that start from now on come after the work queued so far."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A host buffer, pinned where that speeds copies (torch recycles pinned memory)."""

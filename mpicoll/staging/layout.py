@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .._core import buffers
 from .dtypes import DTYPES
 
-__all__ = ["check_tensor", "check_writable", "contiguous", "empty", "is_plain"]
+__all__ = ["check_tensor", "check_writable", "contiguous", "empty", "is_plain", "overlap"]
 
 
 def check_tensor(call: str, name: str, tensor: object) -> None:
@@ -27,10 +28,18 @@ def check_tensor(call: str, name: str, tensor: object) -> None:
             f"{call}: {name} is quantized ({tensor.dtype}); send tensor.int_repr() or "
             "tensor.dequantize()"
         )
+    if tensor.is_nested:
+        raise TypeError(f"{call}: {name} is a nested tensor; send tensor.unbind() one by one")
     if tensor.is_meta:
         raise TypeError(f"{call}: {name} is a meta tensor, which has no memory to send")
-    if isinstance(tensor, FakeTensor):
-        raise TypeError(f"{call}: {name} is a fake tensor, which has no memory to send")
+    if type(tensor) is not torch.Tensor:
+        if isinstance(tensor, FakeTensor):
+            raise TypeError(f"{call}: {name} is a fake tensor, which has no memory to send")
+        if tensor.device.type == "cpu" and is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"{call}: {name} is a {type(tensor).__name__}, which wraps other tensors and has "
+                "no memory of its own; pass the tensors that it wraps"
+            )
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{call}: {name} has dtype {tensor.dtype}, which mpicoll does not send")
 
@@ -71,3 +80,34 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     if plain.device.type == "cpu" and not buffers.is_contiguous(plain):
         plain = plain.clone(memory_format=torch.contiguous_format)
     return plain
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the stretches of memory in which the elements of two tensors lie have a part in common.
+
+    The elements themselves may lie between one another where a tensor is not contiguous.
+    """
+    if one.numel() == 0 or other.numel() == 0:
+        return False
+    if _memory(one) != _memory(other):
+        return False
+    first, last = _stretch(one)
+    begin, end = _stretch(other)
+    return first <= end and begin <= last
+
+
+def _memory(tensor: torch.Tensor) -> tuple[bool, int]:
+    """What tells a tensor's storage from others: its address, or itself where that is hidden."""
+    storage = tensor.untyped_storage()
+    try:
+        return True, storage.data_ptr()
+    except RuntimeError:  # a wrapper subclass
+        return False, storage._cdata
+
+
+def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first and the last byte of a tensor that has elements, counted from its storage's first."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (reach + 1) * size - 1
