@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from . import config
-from ._core import collectives, mpi, point_to_point
+from ._core import buffers, collectives, mpi, point_to_point
 from .arguments import (
     as_axis,
     as_numelem,
@@ -26,7 +26,7 @@ from .autograd import apply, apply_inplace
 from .autograd import point_to_point as messages
 from .autograd.point_to_point import WaitHandle
 from .dispatch import USER, Call
-from .negotiate import Row, exchange_rows, require_alike, shape_text
+from .negotiate import Row, exchange_rows, require_alike
 from .ops import OPERATIONS, ReduceOp
 from .staging import check_tensor, check_writable, name_of, overlap
 
@@ -90,9 +90,11 @@ class Communicator:
 
     def _make(self) -> mpi.Comm:
         mpi.bind()
-        chunk = config.read().chunk_bytes
-        if chunk is not None:
-            mpi.limits(chunk_bytes=chunk)
+        settings = config.read()
+        if settings.chunk_bytes is not None:
+            mpi.limits(chunk_bytes=settings.chunk_bytes)
+        if settings.pool_bytes is not None:
+            buffers.pool(settings.pool_bytes)
         base, owned = self._source()
         made = _with_channels(base, owned)
         self._made, self._owned = made, owned
@@ -165,8 +167,8 @@ class Communicator:
         return f"<mpicoll.Communicator {self._name}, rank {self._made.rank} of {self._made.size}>"
 
     def __reduce__(self):
-        if self is COMM_WORLD:
-            return _world, ()
+        if self in (COMM_WORLD, COMM_SELF):
+            return self._name  # the global of that name
         raise TypeError(f"{self!r} lives in this process and cannot be pickled")
 
     @property
@@ -1126,10 +1128,6 @@ def _drop(parent: Communicator, number: int, remains: Communicator._Remains) -> 
     parent._dropped[number] = remains
 
 
-def _world() -> Communicator:
-    return COMM_WORLD
-
-
 def _report_unanswered(comm: mpi.Comm, name: str) -> None:
     if point_to_point.unanswered(comm):
         warnings.warn(
@@ -1229,10 +1227,11 @@ def as_communicator(call: str, group: Any) -> Communicator:
             if not _KEYVAL:
                 _KEYVAL.append(MPI.Comm.Create_keyval(delete_fn=_released))
             known = group.Get_attr(_KEYVAL[0])
-            if known is None:
-                known = comm_from_mpi4py(group)
-                group.Set_attr(_KEYVAL[0], known)
-            return known
+            if isinstance(known, Communicator):
+                return known
+            made = comm_from_mpi4py(group)
+            group.Set_attr(_KEYVAL[0], made)
+            return made
     raise TypeError(
         f"{call}: group must be None, a mpicoll.Communicator, an mpi4py.MPI.Comm or a process "
         f"group of the mpicoll backend, not {type(group).__name__}"

@@ -19,10 +19,14 @@ class Settings:
     chunk_bytes
         ``MPICOLL_CHUNK_BYTES``: the longest piece, in bytes, that is reduced or staged through
         host memory at once. The same on every rank.
+    pool_bytes
+        ``MPICOLL_POOL_BYTES``: how many bytes of the memory of dead results are kept for new ones
+        (512 MiB by default; 0: none).
     """
 
     cuda_aware: bool | None = None
     chunk_bytes: int | None = None
+    pool_bytes: int | None = None
 
 
 def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
@@ -41,7 +45,11 @@ def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
         raise ValueError(
             f"MPICOLL_CHUNK_BYTES is {chunk!r}; it must be a whole number of bytes, at least 1024"
         )
+    pool = environ.get("MPICOLL_POOL_BYTES")
+    if pool and not pool.isdigit():
+        raise ValueError(f"MPICOLL_POOL_BYTES is {pool!r}; it must be a whole number of bytes")
     return Settings(
         cuda_aware=None if not aware else aware == "1",
         chunk_bytes=int(chunk) if chunk else None,
+        pool_bytes=int(pool) if pool else None,
     )

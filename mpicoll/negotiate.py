@@ -50,11 +50,9 @@ def exchange_rows(
     tails: Sequence[tuple[int, ...]] = [()] * len(rows)
     if longest > _INLINE:  # known to all
         tail = shape[_INLINE:]
-        tails = collectives.agree(
-            comm, channel, (*tail, *(0,) * (longest - _INLINE - len(tail)))
-        )
+        tails = collectives.agree(comm, channel, (*tail, *(0,) * (longest - _INLINE - len(tail))))
     return [
-        Row(*row[:4], tuple(row[4:n]), (tuple(row[n:]) + tuple(tail))[: row[1]])
+        Row(row[0], row[1], row[2], row[3], row[4:n], (row[n:] + tuple(tail))[: row[1]])
         for row, tail in zip(rows, tails, strict=True)
     ]
 
@@ -83,11 +81,7 @@ def require_alike(
         if len({row.numbers[i] for row in rows}) > 1:
             values = ", ".join(f"rank {r}: {row.numbers[i]}" for r, row in enumerate(rows))
             raise ValueError(f"{where}: the ranks disagree on {name} ({values})")
-    fixed = {
-        (row.ndim, *(n for i, n in enumerate(row.shape) if i not in free)) for row in rows
-    }
+    fixed = {(row.ndim, *(n for i, n in enumerate(row.shape) if i not in free)) for row in rows}
     if len(fixed) > 1:
         along = " except along axis " + " and ".join(map(str, free)) if free else ""
-        raise ValueError(
-            f"{where}: the ranks' shapes must be equal{along} ({shape_text(rows)})"
-        )
+        raise ValueError(f"{where}: the ranks' shapes must be equal{along} ({shape_text(rows)})")

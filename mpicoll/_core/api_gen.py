@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).resolve().parent
-HANDLES = "Comm Datatype Op Request Info Session Errhandler".split()
+HANDLES = ["Comm", "Datatype", "Op", "Request", "Info", "Session", "Errhandler"]
 # What a C argument type is called in the wrapper, in the int-handle call and in the pointer call.
 PLAIN = {
     "MPI_Count": ("int64_t",) * 3,
@@ -41,10 +41,9 @@ def parse(text: str) -> list[Function]:
         match = re.fullmatch(r"(\?)?\s*(\w+):\s*(.+)", line)
         if not match:
             raise SystemExit(f"api_functions.txt: cannot read {line!r}")
-        pairs = [re.fullmatch(r"(.+?)\s+(\w+)", a.strip()).groups() for a in match[3].split(",")]
-        functions.append(
-            Function(match[2], bool(match[1]), [p[0] for p in pairs], [p[1] for p in pairs])
-        )
+        pairs = [argument.strip().rpartition(" ") for argument in match[3].split(",")]
+        types = [kind.strip() for kind, _, _ in pairs]
+        functions.append(Function(match[2], bool(match[1]), types, [name for _, _, name in pairs]))
     return functions
 
 
@@ -87,7 +86,9 @@ def header(functions: list[Function]) -> str:
         calls = []
         for which in (1, 2):
             types = ", ".join(_spell(t, which) for t in f.types)
-            values = ", ".join(_argument(t, n, which) for t, n in zip(f.types, f.names, strict=True))
+            values = ", ".join(
+                _argument(t, n, which) for t, n in zip(f.types, f.names, strict=True)
+            )
             calls.append(f"((int (*)({types})) mpi_api->{f.name})({values})")
         out += [
             f"static inline int mpi_{f.name}({parameters}) {{",

@@ -67,7 +67,7 @@ cdef int64_t SMALL = 8192
 cdef int EXCHANGE_TAG = 0
 
 
-# ---------------------------------------------------------------- elementwise: same shape everywhere
+# ---------------------------------------------------------------- elementwise: one shape everywhere
 
 
 cdef void divide(void* data, int dtype, int64_t n, int size) noexcept nogil:
@@ -122,7 +122,7 @@ cdef int by_rows(
     """One piece added here, in rank order: exchange blocks, combine, send the results back."""
     cdef mpi_handle comm = c.handle[channel]
     cdef mpi_handle unit = library.unit[itemsize]
-    cdef int size = c.size, rank = c.rank, error = 0, s, first, mine
+    cdef int size = c.size, rank = c.rank, error = 0, s, mine
     cdef bint prefix = what == SCAN or what == EXSCAN
     cdef bint small = n * itemsize * size <= SMALL
     cdef int granule = 2 if op == MPICOLL_MINLOC or op == MPICOLL_MAXLOC else 1
@@ -134,7 +134,9 @@ cdef int by_rows(
     cdef void** rows = <void**>malloc(size * sizeof(void*))
     cdef char* scratch = <char*>malloc(size * (n if small else block) * itemsize + 1)
     if counts == NULL or rows == NULL or scratch == NULL:
-        free(counts); free(rows); free(scratch)
+        free(counts)
+        free(rows)
+        free(scratch)
         return -1
     if small:
         for s in range(size):
@@ -145,7 +147,7 @@ cdef int by_rows(
                 mpicoll_reduce_rows(op, dtype, <const void* const*>rows, size, y, n)
         else:
             error = mpi_Allgather(x, <int>n, unit, scratch, <int>n, unit, comm)
-            first, mine = 0, size
+            mine = size
             if prefix:
                 mine = size - rank if reverse else rank + 1
                 if what == EXSCAN:
@@ -181,7 +183,9 @@ cdef int by_rows(
                 error = mpi_Gatherv(scratch, mine, unit, y, counts, starts, unit, root, comm)
     if what == REDUCE and rank != root and n:
         memset(y, 0, n * itemsize)
-    free(counts); free(rows); free(scratch)
+    free(counts)
+    free(rows)
+    free(scratch)
     return error
 
 
@@ -193,10 +197,10 @@ cdef int run_elementwise(
     cdef char* source = <char*>x.data
     cdef char* target = <char*>y.data
     cdef bint ours = reverse or (what != BCAST and not library.has_operation[op][dtype])
+    if piece > library.count_limit:
+        piece = library.count_limit // 2 * 2  # pairs are never cut apart
     if piece < 2:
         piece = 2
-    if piece > library.count_limit:
-        piece = library.count_limit
     with nogil:
         while True:
             if n - at < piece:
@@ -223,7 +227,9 @@ cdef int run_elementwise(
 cdef int same_kind(Buffer* x, Buffer* y, const char* call) except -1:
     if not (x.contiguous and y.contiguous and x.count == y.count and x.dtype == y.dtype
             and x.itemsize == y.itemsize):
-        raise ValueError(f"{call.decode()}: the core takes contiguous tensors of one dtype and size")
+        raise ValueError(
+            f"{call.decode()}: the core takes contiguous tensors of one dtype and size"
+        )
     if x.itemsize not in (1, 2, 4, 8, 16):
         raise TypeError(f"{call.decode()}: elements of {x.itemsize} bytes are not supported")
     return 0
@@ -288,7 +294,9 @@ def express(Comm c not None, int what, tensor, int op, int root):
         return None
     if transforms() or modes() or forward_ad["_current_level"] >= 0:
         return None
-    if what != BCAST and (op < 0 or op > MPICOLL_AVG or not library.has_operation[op][source.dtype]):
+    if what != BCAST and (op < 0 or op > MPICOLL_AVG):
+        return None
+    if what != BCAST and not library.has_operation[op][source.dtype]:
         return None
     if root < 0 or root >= c.size:
         return None
@@ -325,7 +333,7 @@ def barrier(Comm c not None, int channel=USER):
 # ---------------------------------------------------------------- blocks: sizes may differ per rank
 
 
-cdef class Counts:
+cdef class _Counts:
     """Counts and displacements of one side of an exchange, in elements."""
 
     cdef int n
@@ -369,7 +377,7 @@ cdef int expect(Buffer* buffer, int64_t count, str call, str which) except -1:
 def allgatherv(Comm c not None, int channel, x, y, counts):
     """Blocks of all ranks, one after the other, on every rank; rank r's has `counts[r]`."""
     cdef Buffer source, target
-    cdef Counts sizes = Counts(counts)
+    cdef _Counts sizes = _Counts(counts)
     cdef int error, r
     cdef bint even = True
     usable(c, b"MPI_Allgatherv")
@@ -404,7 +412,7 @@ def allgatherv(Comm c not None, int channel, x, y, counts):
 def gatherv(Comm c not None, int channel, x, y, counts, int root):
     """Blocks of all ranks, one after the other, into the root's `y` (None elsewhere)."""
     cdef Buffer source, target
-    cdef Counts sizes = Counts(counts)
+    cdef _Counts sizes = _Counts(counts)
     cdef int error, r
     usable(c, b"MPI_Gatherv")
     read(x, &source)
@@ -433,7 +441,7 @@ def gatherv(Comm c not None, int channel, x, y, counts, int root):
 def scatterv(Comm c not None, int channel, x, y, counts, int root):
     """Pieces of the root's `x` (None elsewhere) to all ranks; rank r's has `counts[r]`."""
     cdef Buffer source, target
-    cdef Counts sizes = Counts(counts)
+    cdef _Counts sizes = _Counts(counts)
     cdef int error, r
     usable(c, b"MPI_Scatterv")
     read(y, &target)
@@ -466,8 +474,8 @@ def alltoallv(Comm c not None, int channel, x, sendcounts, y, recvcounts, bint l
     `large` (the same on every rank) tells that some rank's total exceeds the count limit.
     """
     cdef Buffer source, target
-    cdef Counts out = Counts(sendcounts)
-    cdef Counts into = Counts(recvcounts)
+    cdef _Counts out = _Counts(sendcounts)
+    cdef _Counts into = _Counts(recvcounts)
     cdef int error, r
     usable(c, b"MPI_Alltoallv")
     read(x, &source)
@@ -493,7 +501,7 @@ def alltoallv(Comm c not None, int channel, x, sendcounts, y, recvcounts, bint l
 def reduce_scatter(Comm c not None, int channel, x, y, counts, int op):
     """Combine the ranks' `x`; rank r keeps the r-th of the blocks with `counts` elements."""
     cdef Buffer source, target
-    cdef Counts sizes = Counts(counts)
+    cdef _Counts sizes = _Counts(counts)
     cdef int error, r
     cdef int64_t mine = sizes.counts[c.rank]
     cdef void** rows
@@ -656,7 +664,7 @@ def agree(Comm c not None, int channel, tuple numbers):
 
 def swap(Comm c not None, int channel, counts):
     """`counts[s]` goes to rank s; returns what the ranks s meant for this one."""
-    cdef Counts mine = Counts(counts)
+    cdef _Counts mine = _Counts(counts)
     cdef int r, error
     cdef int64_t* theirs
     usable(c, b"MPI_Alltoall")

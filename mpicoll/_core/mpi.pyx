@@ -10,10 +10,8 @@ from libc.stdint cimport intptr_t, uintptr_t
 from mpicoll._core.mpi_api cimport (
     mpi_Error_class,
     mpi_Error_string,
-    mpi_Get_library_version,
     mpi_Op_create,
     mpi_find,
-    mpi_functions,
     mpi_handle,
     mpi_open,
     mpi_open_error,
@@ -100,7 +98,8 @@ def bind():
     cdef const char* missing = mpi_find(&library.functions, module)
     if missing != NULL:
         raise ImportError(
-            f"the MPI library ({MPI.Get_library_version().splitlines()[0]}) lacks {missing.decode()}"
+            f"the MPI library ({MPI.Get_library_version().splitlines()[0]}) lacks "
+            f"{missing.decode()}"
         )
     library.functions.int_handles = MPI._sizeof(MPI.Comm) == 4
     library.in_place = <void*><intptr_t><long long>int(MPI.IN_PLACE)
@@ -149,7 +148,6 @@ def bind():
     # MPI.Finalize() by hand: COMM_SELF's attributes are deleted first, which tells us.
     keyval = MPI.Comm.Create_keyval(delete_fn=_finalized)
     MPI.COMM_SELF.Set_attr(keyval, True)
-    os.register_at_fork(after_in_child=_forked)
     library.state = READY
     _check_launcher(MPI)
 
@@ -159,8 +157,15 @@ def _finalized(*_):
 
 
 def _forked():
-    if library.state == READY:
+    MPI = sys.modules.get("mpi4py.MPI")
+    if library.state == READY or (
+        library.state == UNBOUND and MPI is not None and MPI.Is_initialized()
+        and not MPI.Is_finalized()
+    ):
         library.state = FORKED
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _check_launcher(MPI):
@@ -261,9 +266,16 @@ cdef class Comm:
 
     def free(self):
         """Free the channels that are duplicates. Collective."""
+        from mpi4py import MPI
+
         usable(self, b"Free")
         self.freed = True
+        status = MPI.Status()
         for channel in self.channels:
+            # A library may use the context again: what nobody received would reach its successor.
+            while channel.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, status):
+                lost = bytearray(status.Get_count(MPI.BYTE))
+                channel.Recv([lost, MPI.BYTE], status.Get_source(), status.Get_tag())
             if channel is not self.base:
                 channel.Free()
 

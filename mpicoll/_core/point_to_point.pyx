@@ -179,7 +179,9 @@ cdef Request _request(Comm comm, tensor, bint receives):
     cdef Request request = Request.__new__(Request)
     read(tensor, &request.buffer)
     if not request.buffer.contiguous or request.buffer.itemsize not in (1, 2, 4, 8, 16):
-        raise ValueError("point to point: the core takes contiguous tensors of 1 to 16 byte elements")
+        raise ValueError(
+            "point to point: the core takes contiguous tensors of 1 to 16 byte elements"
+        )
     request.comm = comm
     request.receives = receives
     request.keep = tensor
@@ -280,10 +282,10 @@ def irecv_gradient(Comm comm not None, tensor, int source, int64_t answers):
 def unanswered(Comm comm not None):
     """Whether a gradient message has arrived on `comm` that no node received."""
     cdef mpi_status status
-    cdef int flag = 0, error = 0, i
+    cdef int flag = 0, error = 0, _probe
     usable(comm, b"MPI_Iprobe")
     with nogil:
-        for i in range(64):  # a probe may do no more than let the library make progress
+        for _probe in range(64):  # a probe may do no more than let the library make progress
             error = mpi_Iprobe(
                 library.any_source, library.any_tag, comm.handle[BACKWARD], &flag, &status
             )

@@ -21,7 +21,8 @@ def adjoint(call: Call, saved: Sequence[torch.Tensor], gradient: torch.Tensor) -
     if call.op is ReduceOp.AVG:
         return _average(call, gradient)
     if call.derivative == "winner":
-        return _winner(call, *saved, gradient)
+        tensor, result = saved
+        return _winner(call, tensor, result, gradient)
     return _product(call, saved[0], gradient)
 
 
@@ -47,7 +48,9 @@ def _replicate(call: Call, result: torch.Tensor) -> torch.Tensor:
 
 def _like(call: Call, tensor: torch.Tensor, op: ReduceOp) -> torch.Tensor:
     """An Allreduce of `tensor` on the backward channel."""
-    return functions.apply(Call(OPERATIONS["Allreduce"], call.comm, channel=BACKWARD, op=op), tensor)
+    return functions.apply(
+        Call(OPERATIONS["Allreduce"], call.comm, channel=BACKWARD, op=op), tensor
+    )
 
 
 def _winner(

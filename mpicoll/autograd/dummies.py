@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .nodes import node
+
 __all__ = ["JoinDummies", "join"]
 
 
@@ -29,7 +31,7 @@ class _Join(torch.autograd.Function):
         return gradient, *zeros
 
 
-_join = super(torch.autograd.Function, _Join).apply  # skips the binding of default arguments
+_join = node(_Join)
 
 
 def join(loopthrough: torch.Tensor, dummies: Sequence[torch.Tensor]) -> torch.Tensor:

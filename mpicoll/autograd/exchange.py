@@ -10,15 +10,14 @@ from .._core import collectives, mpi
 from ..staging import Pipeline, contiguous, is_plain, on_device, overlap, plan_for
 from .dummies import join
 from .functions import anchor, needs_graph
+from .nodes import node
 
 __all__ = ["exchange", "unstack"]
 
 Shapes = Sequence[torch.Size]
 
 
-def _move(
-    comm: mpi.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
-) -> None:
+def _move(comm: mpi.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
     """Send every rank its tensor and fill the contiguous `receives`."""
     device = receives[0].device
     sends = [contiguous(t.detach()) for t in sends]
@@ -150,7 +149,7 @@ class _Exchange(torch.autograd.Function):
         return None, None, None, *back, *rest
 
 
-_exchange = super(torch.autograd.Function, _Exchange).apply
+_exchange = node(_Exchange)
 
 
 def exchange(
@@ -186,11 +185,11 @@ class _Unstack(torch.autograd.Function):
             return tuple(stacked.new_zeros(row) for _ in range(size))
         if type(stacked) is not torch.Tensor:  # a wrapper's storage cannot be shared this way
             return tuple(part.clone() for part in stacked.unbind(0))
-        n = row.numel()
+        n, strides = row.numel(), stacked.stride()[1:]
         # Not views: an output of a node with several outputs that is a view is frozen.
         return tuple(
             stacked.new_empty(0).set_(
-                stacked.untyped_storage(), stacked.storage_offset() + i * n, row
+                stacked.untyped_storage(), stacked.storage_offset() + i * n, row, strides
             )
             for i in range(size)
         )
@@ -205,7 +204,7 @@ class _Unstack(torch.autograd.Function):
         return stacked if ctx.shape[0] else stacked[:0], None
 
 
-_unstack = super(torch.autograd.Function, _Unstack).apply
+_unstack = node(_Unstack)
 
 
 def unstack(stacked: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:

@@ -8,6 +8,7 @@ from torch.autograd import forward_ad
 from .. import dispatch
 from ..dispatch import Call
 from . import adjoints
+from .nodes import node
 
 __all__ = ["anchor", "apply", "apply_inplace", "needs_graph"]
 
@@ -93,10 +94,9 @@ class _Land(torch.autograd.Function):
         return gradient, None if ctx.meta is None else _zeros(ctx.meta)
 
 
-# The same apply without the binding of default arguments: a quarter of the time.
-_communicate = super(torch.autograd.Function, Communication).apply
-_guard = super(torch.autograd.Function, _Guard).apply
-_land = super(torch.autograd.Function, _Land).apply
+_communicate = node(Communication)
+_guard = node(_Guard)
+_land = node(_Land)
 
 
 def _zeros(meta) -> torch.Tensor:
@@ -120,7 +120,9 @@ def _differentiable(call: Call, name: str) -> None:
         )
 
 
-def apply(call: Call, *tensors: torch.Tensor, name: str = "", anchored: bool = False) -> torch.Tensor:
+def apply(
+    call: Call, *tensors: torch.Tensor, name: str = "", anchored: bool = False
+) -> torch.Tensor:
     """Carry out a call, as a node of the graph where one is needed.
 
     `anchored` puts it in the graph though no tensor here requires grad, because another rank's
@@ -141,8 +143,6 @@ def apply(call: Call, *tensors: torch.Tensor, name: str = "", anchored: bool = F
             torch.autograd.graph.increment_version(tensors[-1])
             return tensors[-1]
         return result
-    if _transforms():
-        return Communication.apply(call, *tensors)
     return _communicate(call, *tensors)
 
 

@@ -17,6 +17,7 @@ from ..errors import MPIError
 from ..staging import Pipeline, contiguous, is_plain, on_device, plan_for
 from .dummies import JoinDummies, join
 from .functions import _guard, _of_leaf, anchor, needs_graph
+from .nodes import node
 
 __all__ = [
     "JoinDummiesHandle",
@@ -295,8 +296,8 @@ class _Complete(torch.autograd.Function):
         return (None, dummy, gradient) if ctx.sent else (None, dummy)
 
 
-_start = super(torch.autograd.Function, _Start).apply
-_complete = super(torch.autograd.Function, _Complete).apply
+_start = node(_Start)
+_complete = node(_Complete)
 
 
 def _start_reverse(message: Message, gradient: torch.Tensor) -> WaitHandle:
@@ -355,8 +356,10 @@ def complete(handle: WaitHandle) -> torch.Tensor:
     if torch.is_grad_enabled() and (handle.dummy.requires_grad or tracked):
         if message.sends:
             assert sent is not None
-            result = _complete(message, handle.dummy, sent) if tracked else _complete(
-                message, handle.dummy
+            result = (
+                _complete(message, handle.dummy, sent)
+                if tracked
+                else _complete(message, handle.dummy)
             )
             message.tensor = sent.detach()
             return result
@@ -440,7 +443,7 @@ class _Sendrecv(torch.autograd.Function):
         return None, None, None, mine, passed, *[torch.zeros(0)] * ctx.anchors
 
 
-_sendrecv = super(torch.autograd.Function, _Sendrecv).apply
+_sendrecv = node(_Sendrecv)
 
 
 def _run_sendrecv(

@@ -692,9 +692,7 @@ def all_to_all_single(
     return apply(call, input, output)
 
 
-def _splits(
-    name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, world: int
-) -> list[int]:
+def _splits(name: str, tensor: torch.Tensor, sizes: Sequence[int] | None, world: int) -> list[int]:
     call = "all_to_all_single"
     if tensor.dim() == 0:
         raise ValueError(f"{call}: {name} is 0-d; there is no dimension 0 to cut")

@@ -5,6 +5,6 @@ tables; nothing here imports the rest of mpicoll.
 """
 
 from .operations import OPERATIONS, Operation
-from .reductions import REDUCTIONS, Kind, Reduction, ReduceOp
+from .reductions import REDUCTIONS, Kind, ReduceOp, Reduction
 
 __all__ = ["OPERATIONS", "REDUCTIONS", "Kind", "Operation", "ReduceOp", "Reduction"]

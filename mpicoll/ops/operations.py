@@ -211,7 +211,7 @@ _TABLE = (
     ),
     Operation(
         name="Exscan", mpi="MPI_Exscan", section="6.11.2",
-        summary="Combines the tensors of the ranks before this one; rank 0 gets the neutral element.",
+        summary="Combines the tensors of the ranks before this one; rank 0: the neutral element.",
         arguments=("op",), pattern="elementwise", counts_at="all", result_at="all",
         dual="Exscan", adjoint="SUM: dx_r = Σ_{s>r} g_s",
         reference=_exscan, reductions=_LINEAR,

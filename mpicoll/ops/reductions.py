@@ -237,7 +237,9 @@ _TABLE = (
         "G · conj(Π_{s≠r} x_s), exact also where factors are zero", _one, _prod,
     ),
     Reduction(ReduceOp.LAND, "MPI_LAND", _ANY, None, _NONE, _one, _logical(torch.logical_and)),
-    Reduction(ReduceOp.BAND, "MPI_BAND", _BITS, None, _NONE, _all_bits, _bitwise(torch.bitwise_and)),
+    Reduction(
+        ReduceOp.BAND, "MPI_BAND", _BITS, None, _NONE, _all_bits, _bitwise(torch.bitwise_and)
+    ),
     Reduction(ReduceOp.LOR, "MPI_LOR", _ANY, None, _NONE, _zero, _logical(torch.logical_or)),
     Reduction(ReduceOp.BOR, "MPI_BOR", _BITS, None, _NONE, _zero, _bitwise(torch.bitwise_or)),
     Reduction(ReduceOp.LXOR, "MPI_LXOR", _ANY, None, _NONE, _zero, _logical(torch.logical_xor)),

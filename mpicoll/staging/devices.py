@@ -126,7 +126,9 @@ def plan_for(device: torch.device) -> Plan:
         return _CPU
     if device.type == "cuda":
         return Plan(*cuda_aware_mpi_support())
-    return Plan(False, f"no MPI is told of devices of type {device.type!r}: staged through the host")
+    return Plan(
+        False, f"no MPI is told of devices of type {device.type!r}: staged through the host"
+    )
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ __all__ = ["check_tensor", "check_writable", "contiguous", "empty", "is_plain", 
 
 
 def check_tensor(call: str, name: str, tensor: object) -> None:
-    """Raise ``TypeError`` unless `tensor` is a torch.Tensor with strided memory and a known dtype."""
+    """Raise ``TypeError`` unless `tensor` is a strided torch.Tensor of a known dtype."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{call}: {name} must be a torch.Tensor, not {type(tensor).__name__}")
     if tensor.layout is not torch.strided:
@@ -47,8 +47,7 @@ def check_tensor(call: str, name: str, tensor: object) -> None:
 def check_writable(call: str, name: str, tensor: torch.Tensor) -> None:
     """Raise ``ValueError`` where elements of `tensor` share memory, so that it cannot be filled."""
     if tensor.numel() > 1 and any(
-        stride == 0 and size > 1
-        for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     ):
         raise ValueError(
             f"{call}: {name} of shape {tuple(tensor.shape)} and strides {tensor.stride()} is "
@@ -57,7 +56,9 @@ def check_writable(call: str, name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def empty(shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def empty(
+    shape: Sequence[int], like: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     """A new contiguous tensor for a result, uninitialised; recycled memory on the CPU."""
     if dtype is None and type(like) is torch.Tensor and like.device.type == "cpu":
         return buffers.empty(shape, like)
@@ -83,7 +84,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether the stretches of memory in which the elements of two tensors lie have a part in common.
+    """Whether the stretches of memory in which two tensors' elements lie have a part in common.
 
     The elements themselves may lie between one another where a tensor is not contiguous.
     """
@@ -98,7 +99,10 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _memory(tensor: torch.Tensor) -> tuple[bool, int]:
     """What tells a tensor's storage from others: its address, or itself where that is hidden."""
-    storage = tensor.untyped_storage()
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError:  # inside a transform of torch.func
+        return False, id(tensor)
     try:
         return True, storage.data_ptr()
     except RuntimeError:  # a wrapper subclass
@@ -106,8 +110,8 @@ def _memory(tensor: torch.Tensor) -> tuple[bool, int]:
 
 
 def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first and the last byte of a tensor that has elements, counted from its storage's first."""
+    """The first and the last byte of a tensor that has elements, counted in its storage."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset()) * size
+    reach = sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (reach + 1) * size - 1

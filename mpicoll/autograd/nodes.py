@@ -1,0 +1,27 @@
+"""How a Function becomes a node of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["node"]
+
+_transforms = torch._C._are_functorch_transforms_active
+
+
+def node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply`, in a quarter of the time where no transform of torch.func is active.
+
+    ``Function.apply`` binds default arguments and asks for transforms; the method of its base
+    class does neither. All arguments are given by position.
+    """
+    plain = super(torch.autograd.Function, function).apply
+    full = function.apply
+
+    def apply(*arguments: Any) -> Any:
+        return full(*arguments) if _transforms() else plain(*arguments)
+
+    return apply
