@@ -1,0 +1,27 @@
+"""Every script that the documentation shows runs on 1 to 4 ranks."""
+
+from __future__ import annotations
+
+import pytest
+from launcher import ROOT, script
+
+LISTED = [
+    line
+    for line in (ROOT / "docs" / "scripts.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+
+
+def test_every_script_is_listed():
+    there = {
+        str(path.relative_to(ROOT))
+        for folder in ("examples", "docs/scripts")
+        for path in (ROOT / folder).glob("*.py")
+    }
+    assert there == set(LISTED)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("name", LISTED)
+def test_script(name, ranks):
+    script(ROOT / name, ranks).check()
