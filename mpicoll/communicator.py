@@ -7,7 +7,7 @@ import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from .arguments import (
 from .autograd import apply, apply_inplace
 from .autograd import point_to_point as messages
 from .autograd.point_to_point import WaitHandle
-from .dispatch import USER, Call
+from .dispatch import CODES, CONTROL, USER, Call
 from .negotiate import Row, exchange_rows, require_alike
 from .ops import OPERATIONS, ReduceOp
 from .staging import check_tensor, check_writable, name_of, overlap
@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _express = collectives.express
-_ALLREDUCE, _BCAST, _REDUCE, _SCAN, _EXSCAN = range(5)
+_ALLREDUCE = CODES["Allreduce"]
 
 
 class Communicator:
@@ -69,19 +69,10 @@ class Communicator:
         self._made: mpi.Comm | None = None
         self._owned = False
         self._children = 0
-        self._orphans: set[int] = set()
-        self._dropped: dict[int, Communicator._Remains] = {}
-        self._parent: Communicator | None = None
-        self._number = 0
+        self._dropped: dict[int, _Remains] = {}
         self._finalizer: weakref.finalize | None = None
 
     # ------------------------------------------------------------ life
-
-    class _Remains:
-        """What is left of a communicator that was dropped: enough to free it later."""
-
-        def __init__(self, comm: mpi.Comm, owned: bool, name: str) -> None:
-            self.comm, self.owned, self.name = comm, owned, name
 
     @property
     def _comm(self) -> mpi.Comm:
@@ -104,10 +95,8 @@ class Communicator:
         child = Communicator(lambda: (base, True), name)
         comm = child._comm
         self._children += 1
-        child._number = self._children
-        child._parent = self
         child._finalizer = weakref.finalize(
-            child, _drop, self, child._number, Communicator._Remains(comm, True, name)
+            child, _drop, self, self._children, _Remains(comm, name)
         )
         child._finalizer.atexit = False
         return child
@@ -116,18 +105,17 @@ class Communicator:
         """Free the children that were dropped on every rank. Collective."""
         comm = self._comm
         mine = sorted(self._dropped)
-        counts = collectives.agree(comm, 2, (len(mine),))
+        counts = collectives.agree(comm, CONTROL, (len(mine),))
         longest = max(count[0] for count in counts)
         if longest == 0:
             return
         padded = tuple(mine) + (0,) * (longest - len(mine))
-        rows = collectives.agree(comm, 2, padded)
+        rows = collectives.agree(comm, CONTROL, padded)
         everywhere = set.intersection(*(set(row) for row in rows)) - {0}
         for number in sorted(everywhere):
             remains = self._dropped.pop(number)
             remains.comm.free()
-            if remains.owned:
-                remains.comm.base.Free()
+            remains.comm.base.Free()
 
     def Free(self) -> None:
         """Free the communicator. Collective; using it afterwards raises ``ValueError``.
@@ -1118,7 +1106,14 @@ def _predefined(name: str) -> Callable[[], tuple[Any, bool]]:
     return source
 
 
-def _drop(parent: Communicator, number: int, remains: Communicator._Remains) -> None:
+class _Remains(NamedTuple):
+    """What is left of a communicator that was dropped: enough to free it later."""
+
+    comm: mpi.Comm
+    name: str
+
+
+def _drop(parent: Communicator, number: int, remains: _Remains) -> None:
     warnings.warn(
         f"mpicoll: a communicator ({remains.name}) was dropped without Free(); it is freed at the "
         "next collective act on its parent, or at exit",
@@ -1143,8 +1138,6 @@ def _report_unanswered(comm: mpi.Comm, name: str) -> None:
 COMM_WORLD = Communicator(_predefined("COMM_WORLD"), "COMM_WORLD")
 #: This rank alone.
 COMM_SELF = Communicator(_predefined("COMM_SELF"), "COMM_SELF")
-
-_from_mpi4py: dict[int, Communicator] = {}
 
 
 def comm_from_mpi4py(comm: MPI.Comm) -> Communicator:
@@ -1181,13 +1174,12 @@ def comm_from_mpi4py(comm: MPI.Comm) -> Communicator:
         return COMM_SELF
     made = Communicator(lambda: (comm, False), f"mpi4py communicator {comm.Get_name()!r}")
     core = made._comm
-    COMM_WORLD._children += 1
     made._finalizer = weakref.finalize(made, _forget, core, made._name)
     made._finalizer.atexit = False
     return made
 
 
-_forgotten: list[mpi.Comm] = []
+_forgotten: list[mpi.Comm] = []  # kept alive: freeing is collective
 
 
 def _forget(core: mpi.Comm, name: str) -> None:
@@ -1200,7 +1192,7 @@ def _forget(core: mpi.Comm, name: str) -> None:
     _forgotten.append(core)
 
 
-_KEYVAL: list[int] = []
+_KEYVAL: list[int] = []  # of the attribute by which an mpi4py communicator knows ours
 
 
 def as_communicator(call: str, group: Any) -> Communicator:

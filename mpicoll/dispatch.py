@@ -26,13 +26,14 @@ from .staging import (
     plan_for,
 )
 
-__all__ = ["BACKWARD", "CONTROL", "USER", "Call", "run"]
+__all__ = ["BACKWARD", "CODES", "CONTROL", "USER", "Call", "run"]
 
 #: The duplicated communicators that keep kinds of traffic apart.
 USER, BACKWARD, CONTROL = 0, 1, 2
 # Indexed by the reduction's value: hashing an enum member is a call into Python.
 _DERIVATIVES = [REDUCTIONS[op].derivative for op in ReduceOp]
-_CODES = {"Allreduce": 0, "Bcast": 1, "Reduce": 2, "Scan": 3, "Exscan": 4}
+#: The numbers by which the core knows the elementwise operations.
+CODES = {"Allreduce": 0, "Bcast": 1, "Reduce": 2, "Scan": 3, "Exscan": 4}
 
 
 class Call:
@@ -129,7 +130,7 @@ def run(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _elementwise(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    code = _CODES[call.operation.name]
+    code = CODES[call.operation.name]
     op = -1 if call.op is None else int(call.op)
     if not call.inplace:
         made = collectives.direct(
@@ -161,8 +162,8 @@ def _staged_elementwise(
     call: Call, code: int, op: int, source: torch.Tensor, result: torch.Tensor
 ) -> None:
     here = call.comm.rank == call.root
-    reads = code != _CODES["Bcast"] or here
-    writes = not here if code == _CODES["Bcast"] else True
+    reads = code != CODES["Bcast"] or here
+    writes = not here if code == CODES["Bcast"] else True
     pipeline = Pipeline(source.device)
     size = piece_elements(source.element_size())
     starts = range(0, max(source.numel(), 1), size)

@@ -18,7 +18,7 @@ from ..arguments import as_numelem, as_reduction, as_root, check_reducible
 from ..autograd import apply, exchange
 from ..autograd.exchange import unstack
 from ..communicator import as_communicator
-from ..dispatch import USER, Call
+from ..dispatch import CODES, USER, Call
 from ..ops import OPERATIONS, ReduceOp
 from ..staging import check_tensor, check_writable, code_of, name_of, plan_for
 
@@ -163,7 +163,7 @@ def all_reduce(tensor: torch.Tensor, op: Any = ReduceOp.SUM, group: Any = None) 
     communicator = as_communicator("all_reduce", group)
     comm = communicator._made
     if comm is not None and type(op) is ReduceOp:
-        result = collectives.express(comm, 0, tensor, op, 0)
+        result = collectives.express(comm, CODES["Allreduce"], tensor, op, 0)
         if result is not None:
             return result
     comm = communicator._comm
@@ -395,7 +395,7 @@ def scatter(
     if comm.rank == root:
         for r, t in enumerate(mine):
             table[r, : 1 + t.dim()] = torch.tensor([t.dim(), *t.shape])
-    collectives.elementwise(comm, USER, 1, table, table, -1, root)
+    collectives.elementwise(comm, USER, CODES["Bcast"], table, table, -1, root)
     shapes = [torch.Size(row[1 : 1 + row[0]]) for row in table.tolist()]
     like = mine[0] if mine else torch.empty(0)
     blank = torch.empty(0, dtype=name_of(dtype), device=like.device)
