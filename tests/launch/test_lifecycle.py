@@ -155,11 +155,11 @@ def test_things_alive_at_exit():
         comm.Recv(torch.empty(3), other, 8)
         lost = dup.Irecv(torch.empty(3), other, 7)
         del lost
-        print("end of", comm.rank)
+        print(f"end of {comm.rank};", end="", flush=True)  # one write: never torn
     """,
         ranks=2,
     ).check()
-    assert sorted(re.findall(r"end of \d", done.out)) == ["end of 0", "end of 1"]
+    assert sorted(re.findall(r"end of \d;", done.out)) == ["end of 0;", "end of 1;"]
     assert "Traceback" not in done.err
     assert "Exception" not in done.err
 
