@@ -18,7 +18,8 @@ def node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     ``Function.apply`` binds default arguments and asks for transforms; the method of its base
     class does neither. All arguments are given by position.
     """
-    plain = super(torch.autograd.Function, function).apply
+    base: Any = super(torch.autograd.Function, function)
+    plain = base.apply
     full = function.apply
 
     def apply(*arguments: Any) -> Any:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -45,7 +46,8 @@ def start(command: list[str], limit: float, **environment: str) -> Outcome:
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS)}
     env.update(OMP_NUM_THREADS="1", PYTHONSAFEPATH="1", PYTHONFAULTHANDLER="1", **environment)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=ROOT,
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
+        cwd=tempfile.gettempdir(),  # not the checkout, whose unbuilt package would shadow ours
         start_new_session=True,
     )  # fmt: skip
     try:

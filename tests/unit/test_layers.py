@@ -115,8 +115,8 @@ def test_settings_are_read_in_one_place():
 
 def run(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error::ResourceWarning", "-c", code],
-        capture_output=True, text=True, timeout=120,
+        [sys.executable, "-W", "error::ResourceWarning", "-c", code],
+        capture_output=True, text=True, timeout=120, cwd=ROOT.parent,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -156,8 +156,8 @@ def test_naming_the_world_does_not_initialise_mpi():
 
 def test_import_is_quiet():
     done = subprocess.run(
-        [sys.executable, "-P", "-W", "error", "-c", "import mpicoll"],
-        capture_output=True, text=True, timeout=120,
+        [sys.executable, "-W", "error", "-c", "import mpicoll"],
+        capture_output=True, text=True, timeout=120, cwd=ROOT.parent,
     )  # fmt: skip
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
