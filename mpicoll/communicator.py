@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.autograd import forward_ad
 
 from . import config
 from ._core import buffers, collectives, mpi, point_to_point
@@ -89,33 +90,22 @@ class Communicator:
         base, owned = self._source()
         made = _with_channels(base, owned)
         self._made, self._owned = made, owned
+        _alive.add(made)
         return made
 
     def _child(self, base: MPI.Comm, name: str) -> Communicator:
         child = Communicator(lambda: (base, True), name)
         comm = child._comm
-        self._children += 1
-        child._finalizer = weakref.finalize(
-            child, _drop, self, self._children, _Remains(comm, name)
-        )
+        remains = _Remains(base, comm.channels, name, child._dropped)
+        # Watches the core: nodes of a graph may need it longer than the user does.
+        child._finalizer = weakref.finalize(comm, _drop, self._dropped, self._children, remains)
         child._finalizer.atexit = False
         return child
 
     def _bury(self) -> None:
         """Free the children that were dropped on every rank. Collective."""
-        comm = self._comm
-        mine = sorted(self._dropped)
-        counts = collectives.agree(comm, CONTROL, (len(mine),))
-        longest = max(count[0] for count in counts)
-        if longest == 0:
-            return
-        padded = tuple(mine) + (0,) * (longest - len(mine))
-        rows = collectives.agree(comm, CONTROL, padded)
-        everywhere = set.intersection(*(set(row) for row in rows)) - {0}
-        for number in sorted(everywhere):
-            remains = self._dropped.pop(number)
-            remains.comm.free()
-            remains.comm.base.Free()
+        self._children += 1  # the number of what is made next, on every rank
+        _bury(self._comm, self._dropped)
 
     def Free(self) -> None:
         """Free the communicator. Collective; using it afterwards raises ``ValueError``.
@@ -153,6 +143,9 @@ class Communicator:
         if self._made.freed:
             return f"<mpicoll.Communicator {self._name}, freed>"
         return f"<mpicoll.Communicator {self._name}, rank {self._made.rank} of {self._made.size}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Communicator:
+        return self  # a copy of a module communicates on the same communicator
 
     def __reduce__(self):
         if self in (COMM_WORLD, COMM_SELF):
@@ -733,10 +726,12 @@ class Communicator:
         where = as_root("Scatter", "root", root, comm.size)
         mine = as_numelem("Scatter", "numelem", numelem)
         raw = _index("Scatter", "scatteraxis", scatteraxis)
-        rows = exchange_rows(comm, USER, tensor, (where, raw, mine))
+        short = max(-65, min(65, raw))  # of the right size to send; no tensor has such an axis
+        rows = exchange_rows(comm, USER, tensor, (where, short, mine))
         _require_same("Scatter", comm, rows, 0, "root")
         source = rows[where]
-        axis = as_axis("Scatter", "scatteraxis", source.numbers[1], source.ndim)
+        theirs = source.numbers[1]
+        axis = as_axis("Scatter", "scatteraxis", raw if short == theirs else theirs, source.ndim)
         if any((row.numbers[1] - axis) % source.ndim for row in rows):
             _require_same("Scatter", comm, rows, 1, "scatteraxis")
         scattered = [row.numbers[2] for row in rows]
@@ -751,7 +746,7 @@ class Communicator:
             dtype=name_of(source.dtype),
             staged=any(row.staged for row in rows),
         )
-        if not source.wants_grad:
+        if not source.wants_grad and forward_ad._current_level < 0:
             tensor = tensor.detach()  # the root decides
         return apply(call, tensor, anchored=bool(source.wants_grad) and torch.is_grad_enabled())
 
@@ -1097,6 +1092,10 @@ def _with_channels(base: MPI.Comm, owned: bool) -> mpi.Comm:
     return mpi.Comm(base, channels)
 
 
+#: Every core communicator, for the report at exit.
+_alive: weakref.WeakSet[mpi.Comm] = weakref.WeakSet()
+
+
 def _predefined(name: str) -> Callable[[], tuple[Any, bool]]:
     def source() -> tuple[Any, bool]:
         from mpi4py import MPI
@@ -1109,18 +1108,37 @@ def _predefined(name: str) -> Callable[[], tuple[Any, bool]]:
 class _Remains(NamedTuple):
     """What is left of a communicator that was dropped: enough to free it later."""
 
-    comm: mpi.Comm
+    base: Any
+    channels: tuple[Any, ...]
     name: str
+    dropped: dict[int, _Remains]
 
 
-def _drop(parent: Communicator, number: int, remains: _Remains) -> None:
+def _drop(dropped: dict[int, _Remains], number: int, remains: _Remains) -> None:
     warnings.warn(
         f"mpicoll: a communicator ({remains.name}) was dropped without Free(); it is freed at the "
         "next collective act on its parent, or at exit",
         ResourceWarning,
         stacklevel=2,
     )
-    parent._dropped[number] = remains
+    dropped[number] = remains
+
+
+def _bury(comm: mpi.Comm, dropped: dict[int, _Remains]) -> None:
+    """Free what was dropped on every rank of `comm`, and their own dropped children."""
+    mine = sorted(dropped)
+    longest = max(count for (count,) in collectives.agree(comm, CONTROL, (len(mine),)))
+    if longest == 0:
+        return
+    padded = (*mine, *(0,) * (longest - len(mine)))
+    rows = collectives.agree(comm, CONTROL, padded)
+    for number in sorted(set.intersection(*(set(row) for row in rows)) - {0}):
+        remains = dropped.pop(number)
+        dead = mpi.Comm(remains.base, remains.channels)
+        _bury(dead, remains.dropped)
+        _report_unanswered(dead, remains.name)
+        dead.free()
+        remains.base.Free()
 
 
 def _report_unanswered(comm: mpi.Comm, name: str) -> None:
@@ -1151,7 +1169,8 @@ def comm_from_mpi4py(comm: MPI.Comm) -> Communicator:
     Returns
     -------
     Communicator
-        :data:`COMM_WORLD` and :data:`COMM_SELF` for mpi4py's; else a new one.
+        :data:`COMM_WORLD` and :data:`COMM_SELF` for mpi4py's. For any other the one that was made
+        of it before, unless that has been freed; else a new one, which lives as long as `comm`.
 
     Raises
     ------
@@ -1172,27 +1191,25 @@ def comm_from_mpi4py(comm: MPI.Comm) -> Communicator:
         return COMM_WORLD
     if comm == MPI.COMM_SELF:
         return COMM_SELF
+    known = comm.Get_attr(_key())
+    if isinstance(known, Communicator) and not (known._made is None or known._made.freed):
+        return known
     made = Communicator(lambda: (comm, False), f"mpi4py communicator {comm.Get_name()!r}")
-    core = made._comm
-    made._finalizer = weakref.finalize(made, _forget, core, made._name)
-    made._finalizer.atexit = False
+    assert made._comm is not None
+    comm.Set_attr(_key(), made)  # lives as long as the mpi4py communicator
     return made
 
 
-_forgotten: list[mpi.Comm] = []  # kept alive: freeing is collective
+_keys: list[int] = []
 
 
-def _forget(core: mpi.Comm, name: str) -> None:
-    warnings.warn(
-        f"mpicoll: a communicator ({name}) was dropped without Free(); what mpicoll made beside "
-        "it is released at exit",
-        ResourceWarning,
-        stacklevel=2,
-    )
-    _forgotten.append(core)
+def _key() -> int:
+    """The attribute by which an mpi4py communicator knows the one made of it."""
+    if not _keys:
+        from mpi4py import MPI
 
-
-_KEYVAL: list[int] = []  # of the attribute by which an mpi4py communicator knows ours
+        _keys.append(MPI.Comm.Create_keyval(delete_fn=_released))
+    return _keys[0]
 
 
 def as_communicator(call: str, group: Any) -> Communicator:
@@ -1214,16 +1231,7 @@ def as_communicator(call: str, group: Any) -> Communicator:
         if isinstance(group, MPI.Comm):
             if group == MPI.COMM_NULL:
                 raise ValueError(f"{call}: group is MPI.COMM_NULL: this rank is not in it")
-            if group in (MPI.COMM_WORLD, MPI.COMM_SELF):
-                return comm_from_mpi4py(group)
-            if not _KEYVAL:
-                _KEYVAL.append(MPI.Comm.Create_keyval(delete_fn=_released))
-            known = group.Get_attr(_KEYVAL[0])
-            if isinstance(known, Communicator):
-                return known
-            made = comm_from_mpi4py(group)
-            group.Set_attr(_KEYVAL[0], made)
-            return made
+            return comm_from_mpi4py(group)
     raise TypeError(
         f"{call}: group must be None, a mpicoll.Communicator, an mpi4py.MPI.Comm or a process "
         f"group of the mpicoll backend, not {type(group).__name__}"
@@ -1233,8 +1241,7 @@ def as_communicator(call: str, group: Any) -> Communicator:
 def _released(_comm: Any, _keyval: int, known: Communicator) -> None:
     """The mpi4py communicator is being freed: collective, so ours can go with it."""
     if known._made is not None and not known._made.freed and mpi.is_bound():
-        if known._finalizer is not None:
-            known._finalizer.detach()
+        _report_unanswered(known._made, known._name)
         known._made.free()
 
 
@@ -1243,9 +1250,9 @@ def _at_exit() -> None:
     """Report what was left behind; leave nothing that MPI_Finalize could trip over."""
     if not mpi.is_bound():
         return
-    for world in (COMM_WORLD, COMM_SELF):
-        if world._made is not None:
-            _report_unanswered(world._made, world._name)
+    for comm in list(_alive):
+        if not comm.freed:
+            _report_unanswered(comm, comm.base.Get_name() or "a communicator")
     for request in point_to_point.in_flight():
         if not request.comm.freed and not request.test():
             request.cancel()

@@ -5,6 +5,7 @@ cdef struct Buffer:
     int64_t count
     int itemsize
     int dtype  # code of reductions.h, or OTHER
+    int kind  # what DLPack calls the dtype: tells apart also what is OTHER
     int device_type
     int device_id
     int contiguous

@@ -100,6 +100,7 @@ cdef int read(object tensor, Buffer* buffer) except -1:
     buffer.data = view.data + view.byte_offset
     buffer.itemsize = (view.dtype.bits + 7) // 8
     buffer.dtype = _code(view.dtype)
+    buffer.kind = view.dtype.code << 8 | view.dtype.bits
     buffer.device_type = view.device.device_type
     buffer.device_id = view.device.device_id
     return 0

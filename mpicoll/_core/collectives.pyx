@@ -47,6 +47,7 @@ cdef extern from "reductions.h" nogil:
     int mpicoll_reduce_rows(int, int, const void* const*, int, void*, int64_t)
     int mpicoll_scan_rows(int, int, const void* const*, int, void* const*, int64_t, int, int)
     int mpicoll_fill_neutral(int, int, void*, int64_t)
+    int mpicoll_reduction_supported(int, int)
 
 mpi_use(&library.functions)
 
@@ -196,6 +197,8 @@ cdef int run_elementwise(
     cdef int error = 0, itemsize = x.itemsize, dtype = x.dtype
     cdef char* source = <char*>x.data
     cdef char* target = <char*>y.data
+    if what != BCAST and not mpicoll_reduction_supported(op, dtype):
+        raise TypeError(f"{NAMES[what].decode()}: elements of this dtype are moved, not reduced")
     cdef bint ours = reverse or (what != BCAST and not library.has_operation[op][dtype])
     if piece > library.count_limit:
         piece = library.count_limit // 2 * 2  # pairs are never cut apart
@@ -273,6 +276,8 @@ cdef int plain(object tensor, Buffer* buffer) except -1:
     except (RuntimeError, BufferError, TypeError):
         return 0
     if buffer.device_type != 1 or not buffer.contiguous or buffer.dtype == OTHER:
+        return 0
+    if buffer.data == NULL and buffer.count:  # a tensor of zeros without memory
         return 0
     if tensor.is_neg() or (buffer.dtype >= MPICOLL_C64 and tensor.is_conj()):
         return 0
@@ -508,6 +513,8 @@ def reduce_scatter(Comm c not None, int channel, x, y, counts, int op):
     usable(c, b"MPI_Reduce_scatter")
     read(x, &source)
     read(y, &target)
+    if not mpicoll_reduction_supported(op, source.dtype):
+        raise TypeError("MPI_Reduce_scatter: elements of this dtype are moved, not reduced")
     expect(&source, sizes.total, "Reduce_scatter", "send")
     expect(&target, mine, "Reduce_scatter", "receive")
     if sizes.total <= library.count_limit and library.has_operation[op][source.dtype]:
@@ -679,3 +686,22 @@ def swap(Comm c not None, int channel, counts):
     free(theirs)
     check(error, b"MPI_Alltoall")
     return result
+
+
+def broadcast(Comm c not None, int channel, tuple numbers, int root):
+    """The root's tuple of integers; all ranks give equally many."""
+    cdef int n = len(numbers), i, error
+    cdef int64_t* values
+    usable(c, b"MPI_Bcast")
+    values = <int64_t*>malloc(n * sizeof(int64_t) + 1)
+    if values == NULL:
+        raise MemoryError()
+    try:
+        for i in range(n):
+            values[i] = numbers[i]
+        with nogil:
+            error = mpi_Bcast(values, n, library.unit[8], root, c.handle[channel])
+        check(error, b"MPI_Bcast")
+        return tuple([values[i] for i in range(n)])
+    finally:
+        free(values)

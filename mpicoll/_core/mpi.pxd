@@ -44,6 +44,7 @@ cdef class Comm:
     cdef readonly tuple channels
     cdef readonly bint freed
     cdef int64_t sequence
+    cdef object __weakref__
 
 cdef int usable(Comm comm, const char* call) except -1
 cdef int check(int error, const char* call) except -1

@@ -49,13 +49,13 @@ def reverse_tag(int64_t sequence):
     return _reverse_tag(sequence)
 
 
-cdef int _large_type(int64_t count, int itemsize, mpi_handle* made) except -1:
-    """A datatype of `count` elements, for counts that one MPI argument cannot hold.
+cdef int _large_type(int64_t nbytes, mpi_handle* made) except -1:
+    """A datatype of `nbytes` bytes, for counts that one MPI argument cannot hold.
 
-    A plain run of elements: sender and receiver may have buffers of different length.
+    A plain run of bytes: sender and receiver may have buffers of different length.
     """
     cdef int64_t limit = library.count_limit, i
-    cdef int64_t n = (count + limit - 1) // limit
+    cdef int64_t n = (nbytes + limit - 1) // limit
     cdef int* lengths = <int*>malloc(n * sizeof(int))
     cdef int64_t* places = <int64_t*>malloc(n * sizeof(int64_t))
     cdef int error
@@ -64,9 +64,9 @@ cdef int _large_type(int64_t count, int itemsize, mpi_handle* made) except -1:
         free(places)
         raise MemoryError()
     for i in range(n):
-        lengths[i] = <int>min(limit, count - i * limit)
-        places[i] = i * limit * itemsize
-    error = mpi_Type_create_hindexed(<int>n, lengths, places, library.unit[itemsize], made)
+        lengths[i] = <int>min(limit, nbytes - i * limit)
+        places[i] = i * limit
+    error = mpi_Type_create_hindexed(<int>n, lengths, places, library.unit[1], made)
     free(lengths)
     free(places)
     check(error, b"MPI_Type_create_hindexed")
@@ -121,7 +121,7 @@ cdef class Request:
     @property
     def agrees(self):
         """Whether sender and receiver meant the same dtype (true where nothing was sent)."""
-        return self.header.sequence == 0 or self.header.dtype == self.buffer.dtype
+        return self.header.sequence == 0 or self.header.dtype == self.buffer.kind
 
     cdef int _finish(self) except -1:
         self.done = self.payload_done and self.header_done
@@ -191,14 +191,15 @@ cdef Request _request(Comm comm, tensor, bint receives):
 cdef int _start(Request request, int peer, int tag, int payload_channel, int header_channel,
                 int header_tag) except -1:
     cdef Buffer* buffer = &request.buffer
-    cdef int64_t count = buffer.count
-    cdef mpi_handle kind = library.unit[buffer.itemsize]
+    # Bytes, so that a message of another dtype can be received, and then refused by name.
+    cdef int64_t count = buffer.count * buffer.itemsize
+    cdef mpi_handle kind = library.unit[1]
     cdef mpi_handle payload_comm = request.comm.handle[payload_channel]
     cdef mpi_handle header_comm = request.comm.handle[header_channel]
     cdef bint large = count > library.count_limit
     cdef int error = 0, later = 0
     if large:
-        _large_type(count, buffer.itemsize, &kind)
+        _large_type(count, &kind)
         count = 1
     with nogil:
         # Header first: on the backward communicator both have one tag and keep their order.
@@ -238,7 +239,7 @@ def isend(Comm comm not None, tensor, int dest, int tag, bint wants):
     request = _request(comm, tensor, False)
     request.header.sequence = comm.take()
     request.header.nbytes = request.buffer.count * request.buffer.itemsize
-    request.header.dtype = request.buffer.dtype
+    request.header.dtype = request.buffer.kind
     request.header.wants = wants
     request.header.source = comm.rank
     _start(request, dest, tag, 0, CONTROL, tag)
@@ -262,7 +263,7 @@ def isend_gradient(Comm comm not None, tensor, int dest, int64_t answers, bint w
     request = _request(comm, tensor, False)
     request.header.sequence = comm.take()
     request.header.nbytes = request.buffer.count * request.buffer.itemsize
-    request.header.dtype = request.buffer.dtype
+    request.header.dtype = request.buffer.kind
     request.header.wants = wants
     request.header.source = comm.rank
     _start(request, dest, tag, BACKWARD, BACKWARD, tag)

@@ -68,7 +68,7 @@ def _winner(
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM).clamp(min=1)
     else:
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM)
-    return total * (mine / count).to(total.dtype)
+    return total * (mine.to(total.dtype) / count)
 
 
 def _product(call: Call, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,8 @@ class _Join(torch.autograd.Function):
 
 
 _join = node(_Join)
+#: The same memory and history, without being a view.
+alias = _join
 
 
 def join(loopthrough: torch.Tensor, dummies: Sequence[torch.Tensor]) -> torch.Tensor:

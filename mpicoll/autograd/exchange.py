@@ -10,7 +10,7 @@ from .._core import collectives, mpi
 from ..staging import Pipeline, contiguous, is_plain, on_device, overlap, plan_for
 from .dummies import join
 from .functions import anchor, needs_graph
-from .nodes import node
+from .nodes import dense, node
 
 __all__ = ["exchange", "unstack"]
 
@@ -140,7 +140,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        back = exchange(ctx.comm, gradients, ctx.shapes)
+        back = exchange(ctx.comm, [dense(g) for g in gradients], ctx.shapes)
         # Zeros that still hang on the node that ran, so that their backward runs it, too.
         rest = (
             None if m is None else join(torch.zeros(m[0], dtype=m[1], device=m[2]), back)
@@ -200,7 +200,7 @@ class _Unstack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        stacked = torch.stack(gradients)
+        stacked = torch.stack([dense(g) for g in gradients])
         return stacked if ctx.shape[0] else stacked[:0], None
 
 

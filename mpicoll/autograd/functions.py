@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 import torch
+from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
 
 from .. import dispatch
 from ..dispatch import Call
+from ..ops import OPERATIONS, Kind
+from ..staging import kind_of
 from . import adjoints
-from .nodes import node
+from .dummies import alias
+from .nodes import dense, node
 
-__all__ = ["anchor", "apply", "apply_inplace", "needs_graph"]
+__all__ = ["anchor", "apply", "apply_inplace", "claim", "needs_graph"]
 
 _transforms = torch._C._are_functorch_transforms_active
 
 
-def anchor() -> torch.Tensor:
-    """An empty leaf that requires grad: puts a node in the graph whose data does not."""
-    return torch.empty(0, requires_grad=True)
+def anchor(reverse: bool = False) -> torch.Tensor:
+    """An empty leaf that requires grad: puts a node in the graph whose data does not.
+
+    `reverse` tells that it is for a gradient message.
+
+    Raises
+    ------
+    RuntimeError
+        In forward, inside a transform of torch.func: torch runs only the nodes that lead to the
+        transform's input, so the other ranks would wait for this node in vain.
+    """
+    empty = torch.empty(0, device="cpu")
+    if not _transforms():
+        return empty.requires_grad_()
+    if not reverse:
+        raise RuntimeError(
+            "inside a transform of torch.func, an operation whose own tensors do not depend on "
+            "the transform's input cannot take part in the backward of other ranks; let its "
+            "tensor depend on that input (0 * x), or use backward()"
+        )
+    with enable_inplace_requires_grad(True):
+        return empty.requires_grad_()
 
 
 class Communication(torch.autograd.Function):
@@ -44,6 +67,7 @@ class Communication(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         first, *others = ctx.metas
+        gradient = dense(gradient)
         if ctx.call.output and ctx.call.shape:  # the caller's tensor may have another shape
             gradient = gradient.reshape(ctx.call.shape)
         result = adjoints.adjoint(ctx.call, ctx.saved_tensors, gradient)
@@ -111,7 +135,13 @@ def needs_graph(*tensors: torch.Tensor) -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
-def _differentiable(call: Call, name: str) -> None:
+def _differentiable(call: Call, name: str, dtype: torch.dtype) -> None:
+    summed = OPERATIONS[call.operation.dual].reduces
+    if summed and kind_of(call.dtype or dtype) is Kind.OTHER:
+        raise RuntimeError(
+            f"{name}: the gradient would have to be summed over the ranks, which {dtype} cannot "
+            "be, but the input requires grad; pass tensor.detach(), or convert it first"
+        )
     if call.derivative is None:
         assert call.op is not None
         raise RuntimeError(
@@ -129,7 +159,7 @@ def apply(
     does.
     """
     if needs_graph(*tensors):
-        _differentiable(call, name or call.operation.name)
+        _differentiable(call, name or call.operation.name, tensors[0].dtype)
         if call.output and tensors[-1]._is_view():
             # torch takes the first input of a node that writes into a view for that view: copy.
             call.output = False
@@ -156,18 +186,29 @@ def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
         result = dispatch.run(call, (tensor,))
         torch.autograd.graph.increment_version(tensor)
         return result
-    _differentiable(call, name)
+    _differentiable(call, name, tensor.dtype)
+    source = claim(tensor, name)
     if call.derivative != "linear":
         # The adjoint needs the values that the result overwrites.
         call.inplace = False
-        kept = _communicate(call, tensor.clone())
-        result = _land(kept, tensor)
-    else:
-        result = _communicate(call, tensor)
-        torch.autograd.graph.increment_version(tensor)
-    if not tensor.is_leaf and not _of_leaf(tensor):
-        _guard(tensor, name)
+        kept = _communicate(call, source.clone())
+        return _land(kept, source)
+    result = _communicate(call, source)
+    torch.autograd.graph.increment_version(tensor)
     return result
+
+
+def claim(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """`tensor` with its history, which is taken from the caller's own: it will be overwritten.
+
+    A leaf stays as it is. Comes before the communication, because torch refuses here what may
+    not be written in place.
+    """
+    if not tensor.requires_grad or tensor.is_leaf or _of_leaf(tensor):
+        return tensor
+    source = alias(tensor)
+    _guard(tensor, name)
+    return source
 
 
 def _of_leaf(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["node"]
+__all__ = ["dense", "node"]
 
 _transforms = torch._C._are_functorch_transforms_active
 
@@ -26,3 +26,8 @@ def node(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         return full(*arguments) if _transforms() else plain(*arguments)
 
     return apply
+
+
+def dense(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient with strided memory; torch makes sparse ones, for instance of an embedding."""
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()

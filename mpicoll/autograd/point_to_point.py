@@ -16,8 +16,8 @@ from .._core import mpi, point_to_point
 from ..errors import MPIError
 from ..staging import Pipeline, contiguous, is_plain, on_device, plan_for
 from .dummies import JoinDummies, join
-from .functions import _guard, _of_leaf, anchor, needs_graph
-from .nodes import node
+from .functions import anchor, claim, needs_graph
+from .nodes import dense, node
 
 __all__ = [
     "JoinDummiesHandle",
@@ -238,16 +238,16 @@ class _Start(torch.autograd.Function):
     """``forward(message, tensor, anchor?) -> dummy``."""
 
     @staticmethod
-    def forward(message: Message, sends: bool, tensor, *anchors):
+    def forward(message: Message, sends: bool, wants: bool, tensor, *anchors):
         if sends:
-            message.send(tensor, tensor.requires_grad)
+            message.send(tensor, wants)
         else:
             message.receive(tensor)
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
-        message, _, tensor, *anchors = inputs
+        message, _, _, tensor, *anchors = inputs
         ctx.message = message
         ctx.meta = (tensor.shape, tensor.dtype, tensor.device)
         ctx.wanted = tensor.requires_grad
@@ -266,7 +266,7 @@ class _Start(torch.autograd.Function):
                 result = complete(WaitHandle(handle._message, join(handle.dummy, [gradient])))
         if result is None and ctx.wanted:
             result = join(torch.zeros(shape, dtype=dtype, device=device), [gradient])
-        return None, None, result, *[torch.zeros(0)] * ctx.anchors
+        return None, None, None, result, *[torch.zeros(0, device="cpu")] * ctx.anchors
 
 
 class _Complete(torch.autograd.Function):
@@ -285,7 +285,8 @@ class _Complete(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         message = ctx.message
-        dummy = torch.zeros(0)
+        gradient = dense(gradient)
+        dummy = torch.zeros(0, device="cpu")
         if message.wants:
             reverse = _start_reverse(message, gradient)
             dummy = reverse.dummy
@@ -312,10 +313,10 @@ def _start_reverse(message: Message, gradient: torch.Tensor) -> WaitHandle:
 
 def _isend(message: Message, tensor: torch.Tensor) -> WaitHandle:
     if needs_graph(tensor):
-        dummy = _start(message, True, tensor)
+        dummy = _start(message, True, tensor.requires_grad, tensor)
     else:
         message.send(tensor, False)
-        dummy = torch.empty(0)
+        dummy = torch.empty(0, device="cpu")
     handle = WaitHandle(message, dummy)
     if tensor.requires_grad and torch.is_grad_enabled():
         message.tensor = tensor  # Wait passes it on, with its history
@@ -324,13 +325,17 @@ def _isend(message: Message, tensor: torch.Tensor) -> WaitHandle:
 
 def _irecv(message: Message, tensor: torch.Tensor) -> WaitHandle:
     carries = tensor.is_floating_point() or tensor.is_complex()
+    if message.peer is None:  # nothing comes: the tensor stays what it is, with its history
+        message.receive(tensor)
+        message.tensor = tensor
+        return WaitHandle(message, torch.empty(0, device="cpu"))
     if needs_graph(tensor) or (carries and torch.is_grad_enabled()):
-        dummy = _start(message, False, tensor, *([] if tensor.requires_grad else [anchor()]))
-        if tensor.requires_grad and not tensor.is_leaf and not _of_leaf(tensor):
-            _guard(tensor, "Irecv")
+        source = claim(tensor, "Irecv")
+        anchors = [] if tensor.requires_grad else [anchor(message.tag is None)]
+        dummy = _start(message, False, False, source, *anchors)
     else:
         message.receive(tensor)
-        dummy = torch.empty(0)
+        dummy = torch.empty(0, device="cpu")
     return WaitHandle(message, dummy)
 
 
@@ -351,11 +356,10 @@ def complete(handle: WaitHandle) -> torch.Tensor:
         raise RuntimeError(
             f"Wait: this handle has been waited for already ({handle!r}); a message completes once"
         )
-    sent = message.tensor if message.sends else None
+    sent = message.tensor if message.sends or message.peer is None else None
     tracked = sent is not None and sent.requires_grad
     if torch.is_grad_enabled() and (handle.dummy.requires_grad or tracked):
-        if message.sends:
-            assert sent is not None
+        if sent is not None:
             result = (
                 _complete(message, handle.dummy, sent)
                 if tracked
@@ -420,6 +424,7 @@ class _Sendrecv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         out, into = ctx.out, ctx.into
+        gradient = dense(gradient)
         shape, dtype, device = ctx.send_meta
         landing = torch.zeros(shape, dtype=dtype, device=device)
         back_out = Message(into.comm, None, answers=0)
@@ -440,7 +445,7 @@ class _Sendrecv(torch.autograd.Function):
             # Nothing was received: the tensor is as it was, and so is its gradient.
             passed = gradient if into.peer is None else join(passed, [result])
         mine = result if ctx.wanted[0] else None
-        return None, None, None, mine, passed, *[torch.zeros(0)] * ctx.anchors
+        return None, None, None, mine, passed, *[torch.zeros(0, device="cpu")] * ctx.anchors
 
 
 _sendrecv = node(_Sendrecv)
@@ -451,12 +456,16 @@ def _run_sendrecv(
 ) -> torch.Tensor:
     wants = torch.is_grad_enabled() and sendtensor.requires_grad
     carries = recvtensor.is_floating_point() or recvtensor.is_complex()
+    if wants and not carries:
+        raise RuntimeError(
+            f"Sendrecv: sendtensor requires grad, but what is received ({recvtensor.dtype}) cannot "
+            "carry a graph, so that its gradient could not come back; use Isend and Irecv, or pass "
+            "sendtensor.detach()"
+        )
     if needs_graph(sendtensor, recvtensor) or (carries and torch.is_grad_enabled()):
-        anchors = [] if wants or recvtensor.requires_grad else [anchor()]
-        result = _sendrecv(out, into, wants, sendtensor, recvtensor, *anchors)
-        if recvtensor.requires_grad and not recvtensor.is_leaf and not _of_leaf(recvtensor):
-            _guard(recvtensor, "Sendrecv")
-        return result
+        anchors = [] if wants or recvtensor.requires_grad else [anchor(out.tag is None)]
+        target = recvtensor if into.peer is None else claim(recvtensor, "Sendrecv")
+        return _sendrecv(out, into, wants, sendtensor, target, *anchors)
     return _Sendrecv.forward(out, into, wants, sendtensor, recvtensor)
 
 

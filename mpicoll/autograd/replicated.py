@@ -8,6 +8,7 @@ from .._core import mpi
 from ..dispatch import BACKWARD, USER, Call
 from ..ops import OPERATIONS, ReduceOp
 from .functions import apply, needs_graph
+from .nodes import dense
 
 __all__ = ["copy_to", "reduce_from"]
 
@@ -28,7 +29,7 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return reduce_from(gradient, ctx.comm, BACKWARD), None, None
+        return reduce_from(dense(gradient), ctx.comm, BACKWARD), None, None
 
 
 class _ReduceFrom(torch.autograd.Function):
@@ -42,7 +43,7 @@ class _ReduceFrom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        return copy_to(gradient, ctx.comm, BACKWARD), None, None
+        return copy_to(dense(gradient), ctx.comm, BACKWARD), None, None
 
 
 def copy_to(tensor: torch.Tensor, comm: mpi.Comm, channel: int = USER) -> torch.Tensor:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from .._core import collectives, mpi
 from ..arguments import as_numelem, as_reduction, as_root, check_reducible
@@ -391,18 +392,20 @@ def scatter(
             "unusable tensors; its own error names them"
         )
     width = 1 + ndim
-    table = torch.zeros(comm.size, width, dtype=torch.int64)
-    if comm.rank == root:
-        for r, t in enumerate(mine):
-            table[r, : 1 + t.dim()] = torch.tensor([t.dim(), *t.shape])
-    collectives.elementwise(comm, USER, CODES["Bcast"], table, table, -1, root)
-    shapes = [torch.Size(row[1 : 1 + row[0]]) for row in table.tolist()]
+    numbers: list[int] = []
+    for t in mine if comm.rank == root else ():
+        numbers += [t.dim(), *t.shape, *[0] * (ndim - t.dim())]
+    table = collectives.broadcast(
+        comm, USER, tuple(numbers) if numbers else (0,) * (comm.size * width), root
+    )
+    rows = [table[i : i + width] for i in range(0, len(table), width)]
+    shapes = [torch.Size(row[1 : 1 + row[0]]) for row in rows]
     like = mine[0] if mine else torch.empty(0)
     blank = torch.empty(0, dtype=name_of(dtype), device=like.device)
     none = torch.Size((0,))
     sends = mine if comm.rank == root else [blank] * comm.size
     receives = [shapes[comm.rank] if s == root else none for s in range(comm.size)]
-    if not wants:
+    if not wants and forward_ad._current_level < 0:  # a tangent is refused, not dropped
         sends = [t.detach() for t in sends]
     anchored = bool(wants) and torch.is_grad_enabled()
     dummies = [t for t in mine if t.requires_grad] if comm.rank != root else []

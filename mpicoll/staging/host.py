@@ -41,7 +41,7 @@ class Pipeline:
 
     def buffer(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """A host buffer, pinned where that speeds copies (torch recycles pinned memory)."""
-        return torch.empty(count, dtype=dtype, pin_memory=self.stream is not None)
+        return torch.empty(count, dtype=dtype, device="cpu", pin_memory=self.stream is not None)
 
     def out(self, host: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
         """Start to copy `source` to the host; give what it returns to :meth:`ready`."""

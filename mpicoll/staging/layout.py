@@ -76,7 +76,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     Strides of dimensions of size one do not count: such a tensor is sent as it is.
     """
     if is_plain(tensor):
-        return tensor
+        return tensor if not tensor._is_zerotensor() else torch.zeros_like(tensor)
     plain = tensor.resolve_conj().resolve_neg().contiguous()
     if plain.device.type == "cpu" and not buffers.is_contiguous(plain):
         plain = plain.clone(memory_format=torch.contiguous_format)
@@ -90,28 +90,28 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """
     if one.numel() == 0 or other.numel() == 0:
         return False
-    if _memory(one) != _memory(other):
-        return False
-    first, last = _stretch(one)
-    begin, end = _stretch(other)
+    places = _stretch(one), _stretch(other)
+    if places[0] is None or places[1] is None:  # memory that torch does not show: judge by identity
+        return _storage(one) == _storage(other)
+    (first, last), (begin, end) = places[0], places[1]
     return first <= end and begin <= last
 
 
-def _memory(tensor: torch.Tensor) -> tuple[bool, int]:
-    """What tells a tensor's storage from others: its address, or itself where that is hidden."""
+def _stretch(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The addresses of the first and the last byte; None where they are hidden."""
     try:
-        storage = tensor.untyped_storage()
-    except NotImplementedError:  # inside a transform of torch.func
-        return False, id(tensor)
-    try:
-        return True, storage.data_ptr()
-    except RuntimeError:  # a wrapper subclass
-        return False, storage._cdata
-
-
-def _stretch(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first and the last byte of a tensor that has elements, counted in its storage."""
-    size = tensor.element_size()
-    start = int(tensor.storage_offset()) * size
+        start = tensor.data_ptr()
+    except (NotImplementedError, RuntimeError):  # inside a transform of torch.func
+        return None
+    if start == 0:
+        return None
     reach = sum(int(n - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (reach + 1) * size - 1
+    return start, start + (reach + 1) * tensor.element_size() - 1
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others where its address is hidden."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except NotImplementedError:  # inside a transform of torch.func
+        return id(tensor)

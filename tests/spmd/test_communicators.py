@@ -207,18 +207,18 @@ def test_successor_gets_nothing_of_a_freed_communicator(comm):
 @every
 def test_dropped_is_freed_at_the_next_collective_act(comm):
     dup = comm.Dup()
-    core = dup._comm
     handle = dup.to_mpi4py()
+    channels = dup._comm.channels
     with pytest.warns(
         ResourceWarning, match=r"\(Dup of part 0 of COMM_WORLD\) was dropped without Free"
     ):
         del dup
-    assert not core.freed
+    assert MPI.COMM_NULL not in channels
     if comm.rank == 0:
         same(comm.Sendrecv(torch.ones(1), 0, torch.zeros(1), 0), [1.0])  # not collective: not yet
-    assert not core.freed
+    assert MPI.COMM_NULL not in channels
     comm.Dup().Free()
-    assert core.freed
+    assert all(channel == MPI.COMM_NULL for channel in channels)
     assert handle == MPI.COMM_NULL
 
 
@@ -226,18 +226,76 @@ def test_dropped_is_freed_at_the_next_collective_act(comm):
 def test_dropped_on_one_rank_only(comm):
     """Freed once every rank has let go."""
     dup = comm.Dup()
-    core = dup._comm
+    handle = dup.to_mpi4py()
     if comm.rank == 0:
         with pytest.warns(ResourceWarning, match="was dropped"):
             del dup
     comm.Dup().Free()
-    assert not core.freed
+    assert handle != MPI.COMM_NULL
     if comm.rank != 0:
         same(torch.tensor(float(dup.size)), float(comm.size))
         with pytest.warns(ResourceWarning, match="was dropped"):
             del dup
     comm.Split(0).Free()
-    assert core.freed
+    assert handle == MPI.COMM_NULL
+
+
+@every
+def test_dropped_while_a_graph_needs_it(comm):
+    """A helper that splits, reduces and returns: backward still has its communicator."""
+
+    def group_sum(x):
+        return comm.Split(0).Allreduce(x, SUM)
+
+    def run(x):
+        ((comm.rank + 1) * group_sum(group_sum(x))).sum().backward()
+
+    x = torch.full((2,), comm.rank + 1.0, dtype=torch.float64, requires_grad=True)
+    with pytest.warns(ResourceWarning, match="was dropped"):
+        run(x)
+    weights = sum(range(1, comm.size + 1))
+    same(x.grad, [float(comm.size * weights)] * 2)
+    comm.Dup().Free()  # a collective act buries them
+
+
+@every
+def test_dropped_parent_takes_its_dropped_children_along(comm):
+    def make_and_drop():
+        made = comm.Dup()
+        return made.to_mpi4py(), made.Dup().to_mpi4py()
+
+    with pytest.warns(ResourceWarning, match="was dropped"):
+        parent, child = make_and_drop()
+    assert MPI.COMM_NULL not in (parent, child)
+    comm.Dup().Free()
+    assert parent == child == MPI.COMM_NULL
+
+
+@ranks(2, 3, 4)
+def test_ranks_left_out_of_a_split_count_on(comm):
+    """What is dropped has the same number on every rank, also where a Split gave None."""
+    part = comm.Split(None if comm.rank == 0 else 0)
+    dup = comm.Dup()
+    handle = dup.to_mpi4py()
+    with pytest.warns(ResourceWarning, match="Dup"):
+        del dup
+    comm.Dup().Free()
+    assert handle == MPI.COMM_NULL
+    if part is not None:
+        same(part.Allreduce(torch.ones(1), SUM), [comm.size - 1.0])
+        part.Free()
+
+
+def test_from_mpi4py_twice_is_the_same():
+    theirs = MPI.COMM_WORLD.Dup()
+    ours = mpicoll.comm_from_mpi4py(theirs)
+    assert mpicoll.comm_from_mpi4py(theirs) is ours
+    ours.Free()
+    again = mpicoll.comm_from_mpi4py(theirs)
+    assert again is not ours
+    assert total(again) == sum(range(SIZE))
+    theirs.Free()  # takes along what was made of it
+    assert again._made.freed
 
 
 # ---------------------------------------------------------------- mpi4py
