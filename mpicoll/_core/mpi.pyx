@@ -44,6 +44,7 @@ _OPERATIONS = (
 # What the libraries compute rightly: sums and products of everything but 16-bit floats and
 # bool (AVG is a sum), and the rest for integers. NaN, bool and logic on floats are ours.
 _INTEGERS = range(1, 9)
+_SHORT = range(1, 5)  # Open MPI's vector code saturates where sums should wrap, as in torch
 _WIDE = range(11, 15)
 
 # Of a single operand MPI makes no truth value (5 stays 5 on one rank): logic is ours too.
@@ -119,7 +120,8 @@ def bind():
             function = mpicoll_user_op(op, dtype)
             if op in _LOGICAL and dtype != 0:
                 continue
-            if dtype in _INTEGERS or (dtype in _WIDE and op in (2, 3)):
+            wraps = op not in (2, 3) or dtype not in _SHORT
+            if (dtype in _INTEGERS and wraps) or (dtype in _WIDE and op in (2, 3)):
                 library.operation[op][dtype] = native
                 library.has_operation[op][dtype] = 1
             elif function != NULL:

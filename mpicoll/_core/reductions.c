@@ -395,5 +395,5 @@ mpicoll_user_function *mpicoll_user_op(int op, int dtype) {
     if (!mpicoll_reduction_supported(op, dtype))
         return NULL;
     const int arithmetic = op == MPICOLL_SUM || op == MPICOLL_PROD || op == MPICOLL_AVG;
-    return arithmetic && dtype != MPICOLL_BOOL ? NULL : cells[op][dtype].user;
+    return arithmetic && dtype > MPICOLL_I64 ? NULL : cells[op][dtype].user;
 }

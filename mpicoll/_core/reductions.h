@@ -77,7 +77,8 @@ int mpicoll_fill_neutral(int op, int dtype, void *out, int64_t n);
 typedef void mpicoll_user_function(void *in, void *inout, int *len, void *datatype);
 
 /* The function for an operation that is associative and commutative bit for bit: MAX and MIN, the
- * logical and bitwise ones, everything of bool; NULL for all others. MPI does not call it for a
+ * logical and bitwise ones, everything of bool, sums and products of integers (which wrap); NULL for
+ * all others. MPI does not call it for a
  * single operand (one rank; rank 0 of a scan), which then stays as it is: a logical operation
  * does not make a 5 a 1 there, nor MAX a NaN the canonical one. */
 mpicoll_user_function *mpicoll_user_op(int op, int dtype);
