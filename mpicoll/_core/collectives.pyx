@@ -102,7 +102,17 @@ cdef int by_library(
             memcpy(y, x, n * itemsize)
         return mpi_Bcast(y, <int>n, kind, root, comm)
     elif what == REDUCE:
-        error = mpi_Reduce(send if c.rank == root else x, y, <int>n, kind, reduction, root, comm)
+        if c.rank == root:
+            if x == y and root and n:  # MPICH 4.0 crashes in place on a root that is not rank 0
+                send = malloc(n * itemsize)
+                if send == NULL:
+                    return -1
+                memcpy(<void*>send, x, n * itemsize)
+            error = mpi_Reduce(send, y, <int>n, kind, reduction, root, comm)
+            if x == y and root and n:
+                free(<void*>send)
+        else:
+            error = mpi_Reduce(x, NULL, <int>n, kind, reduction, root, comm)
         if c.rank != root and n:
             memset(y, 0, n * itemsize)
     elif what == SCAN:

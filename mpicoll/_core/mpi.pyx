@@ -41,12 +41,10 @@ _UNITS = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUB
 _OPERATIONS = (
     "MAX", "MIN", "SUM", "PROD", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR",
 )
-# What the libraries compute rightly: sums and products of everything but 16-bit floats and
-# bool (AVG is a sum), and the rest for integers. NaN, bool and logic on floats are ours.
-_INTEGERS = range(1, 9)
-_SHORT = range(1, 5)  # Open MPI's vector code saturates where sums should wrap, as in torch
-_WIDE = range(11, 15)
-
+# What every library computes rightly: sums and products of 32 and 64 bit integers, floats and
+# complex numbers (AVG is a sum). The rest is ours: Open MPI's vector code saturates short
+# integers, MPICH 4.0 compares unsigned ones as signed, none propagates NaN or knows bool.
+_NATIVE = (*range(5, 9), *range(11, 15))
 # Of a single operand MPI makes no truth value (5 stays 5 on one rank): logic is ours too.
 _LOGICAL = (4, 6, 8)
 
@@ -120,8 +118,7 @@ def bind():
             function = mpicoll_user_op(op, dtype)
             if op in _LOGICAL and dtype != 0:
                 continue
-            wraps = op not in (2, 3) or dtype not in _SHORT
-            if (dtype in _INTEGERS and wraps) or (dtype in _WIDE and op in (2, 3)):
+            if op in (2, 3) and dtype in _NATIVE:
                 library.operation[op][dtype] = native
                 library.has_operation[op][dtype] = 1
             elif function != NULL:
@@ -129,7 +126,7 @@ def bind():
                 library.has_operation[op][dtype] = 1
     for dtype in range(DTYPES):  # AVG: the library adds, the caller divides
         library.operation[12][dtype] = library.operation[2][dtype]
-        library.has_operation[12][dtype] = dtype in _WIDE
+        library.has_operation[12][dtype] = dtype >= 11
     _notes.update(
         library=MPI.Get_library_version().strip("\0 \n"),
         path=(mpi_where(library.functions.Allreduce) or b"unknown").decode(),
