@@ -292,7 +292,7 @@ def test_launcher_of_another_mpi():
 
 @pytest.mark.parametrize("errors", ["abort", "default", "fatal"])
 def test_errors_raise_whatever_mpi4py_is_told(errors):
-    """Our communicators return errors. Intel MPI gives those of a request to the world's handler."""
+    """Our communicators return errors; Intel MPI gives a request's to the world's handler."""
     done = python(
         f"""
         import mpi4py
