@@ -324,8 +324,7 @@ def test_functions_copy_once_each_way(name):
     traffic.clear()
     with counted() as made:
         inputs, results = FUNCTIONS[name](on_device, wanting(on_device), torch.float64)
-    # scatter agrees on a table of shapes first, with a broadcast of its own on the CPU.
-    assert len(made) == 1 + (name == "scatter")
+    assert len(made) == 1
     out, into = traffic.copies
     assert max(out, into) <= 1
     if SIZE > 1 and name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
@@ -410,7 +409,7 @@ def test_functions_in_pieces(name, count_limit, limits, monkeypatch):
     assert held.longest <= 128
     assert held.most <= 256
     if SIZE > 1:
-        assert len(made) > 2
+        assert len(made) > 1
 
 
 @pytest.mark.parametrize("source", range(SIZE))
