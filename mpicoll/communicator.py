@@ -284,6 +284,19 @@ class Communicator:
                 return result
         return self._reduce("Allreduce", tensor, op)
 
+    def _combine(self, name: str, tensor: torch.Tensor, op: Any, root: Any = 0) -> torch.Tensor:
+        comm = self._made
+        if (
+            comm is not None
+            and type(op) is ReduceOp
+            and type(root) is int
+            and 0 <= root < comm.size
+        ):
+            result = _express(comm, CODES[name], tensor, op, root)
+            if result is not None:
+                return result
+        return self._reduce(name, tensor, op, root)
+
     def _reduce(
         self, name: str, tensor: torch.Tensor, op: Any, root: Any = None, inplace: bool = False
     ) -> torch.Tensor:
@@ -333,7 +346,7 @@ class Communicator:
         ----------
         MPI-4.1, section 6.9.1.
         """
-        return self._reduce("Reduce", tensor, op, root)
+        return self._combine("Reduce", tensor, op, root)
 
     def Reduce_(self, tensor: torch.Tensor, op: ReduceOp | int, root: int) -> torch.Tensor:
         """Combine the tensors of all ranks on the root, in place.
@@ -478,7 +491,7 @@ class Communicator:
         ----------
         MPI-4.1, section 6.11.1.
         """
-        return self._reduce("Scan", tensor, op)
+        return self._combine("Scan", tensor, op)
 
     def Exscan(self, tensor: torch.Tensor, op: ReduceOp | int = ReduceOp.SUM) -> torch.Tensor:
         """Combine the tensors of the ranks before this one.
@@ -510,7 +523,7 @@ class Communicator:
         ----------
         MPI-4.1, section 6.11.2.
         """
-        return self._reduce("Exscan", tensor, op)
+        return self._combine("Exscan", tensor, op)
 
     # ------------------------------------------------------------ moving data
 
@@ -578,6 +591,10 @@ class Communicator:
     def _bcast(self, tensor: torch.Tensor, root: Any, inplace: bool) -> torch.Tensor:
         shown = "Bcast_" if inplace else "Bcast"
         comm = self._comm
+        if not inplace and type(root) is int and 0 <= root < comm.size:
+            result = _express(comm, CODES["Bcast"], tensor, -1, root)
+            if result is not None:
+                return result
         check_tensor(shown, "tensor", tensor)
         where = as_root(shown, "root", root, comm.size)
         call = Call(OPERATIONS["Bcast"], comm, root=where, inplace=inplace)

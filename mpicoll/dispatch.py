@@ -70,6 +70,9 @@ class Call:
         The largest number of elements that any rank's side of an exchange has.
     longest
         With `splits`: the largest number of elements that any rank sends to one other.
+    adjoint
+        Where one elementwise call is the whole adjoint and the input a plain tensor: that call's
+        number, reduction, root and direction, for the core.
     """
 
     # Defaults live on the class: a call sets what it has, and making one stays cheap.
@@ -89,6 +92,7 @@ class Call:
     staged: bool = False
     largest: int = 0
     longest: int = 0
+    adjoint: tuple[int, int, int, bool] | None = None
 
     def __init__(self, operation: Operation, comm: mpi.Comm, **given: Any) -> None:
         self.operation = operation

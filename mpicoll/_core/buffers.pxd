@@ -1,4 +1,4 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int32_t, int64_t
 
 cdef struct Buffer:
     void* data
@@ -9,6 +9,8 @@ cdef struct Buffer:
     int device_type
     int device_id
     int contiguous
+    int64_t* shape  # the tensor's own: valid as long as it lives
+    int32_t ndim
 
 cdef int read(object tensor, Buffer* buffer) except -1
-cdef object allocate_like(object tensor)
+cdef object allocate_like(Buffer* like, Buffer* made)

@@ -3,7 +3,7 @@
 
 from cpython.pycapsule cimport PyCapsule_GetPointer
 from cpython.ref cimport PyObject
-from libc.stdint cimport int32_t, int64_t, uint8_t
+from libc.stdint cimport int32_t, int64_t, uint8_t, uint16_t
 
 import torch
 
@@ -18,6 +18,7 @@ cdef extern from "dlpack.h" nogil:
     ctypedef struct DLDataType:
         uint8_t code
         uint8_t bits
+        uint16_t lanes
     ctypedef struct DLTensor:
         char* data
         DLDevice device
@@ -27,7 +28,7 @@ cdef extern from "dlpack.h" nogil:
         int64_t* strides
         long byte_offset
     ctypedef struct DLManagedTensorVersioned:
-        pass
+        DLTensor dl_tensor
     ctypedef struct DLPackVersion:
         int major
     ctypedef struct DLPackExchangeAPIHeader:
@@ -103,6 +104,8 @@ cdef int read(object tensor, Buffer* buffer) except -1:
     buffer.kind = view.dtype.code << 8 | view.dtype.bits
     buffer.device_type = view.device.device_type
     buffer.device_id = view.device.device_id
+    buffer.shape = view.shape
+    buffer.ndim = view.ndim
     return 0
 
 
@@ -119,28 +122,45 @@ cdef object _owned(DLManagedTensorVersioned* managed):
     return made
 
 
-cdef object _allocate(DLTensor* like, int64_t* shape, int32_t ndim):
+cdef DLManagedTensorVersioned* _managed(
+    DLDataType dtype, DLDevice device, int64_t* shape, int32_t ndim
+) except NULL:
+    """Memory for a contiguous tensor: recycled on the CPU, torch's own elsewhere."""
     cdef DLManagedTensorVersioned* managed = NULL
     cdef DLTensor prototype
     cdef list errors
-    if like.device.device_type == kDLCPU:
-        managed = mpicoll_pool_tensor(shape, ndim, like.dtype)
+    if device.device_type == kDLCPU:
+        managed = mpicoll_pool_tensor(shape, ndim, dtype)
     if managed == NULL:
         errors = []
-        prototype = like[0]
+        prototype.data = NULL
+        prototype.device = device
+        prototype.dtype = dtype
         prototype.shape = shape
         prototype.ndim = ndim
         prototype.strides = NULL
+        prototype.byte_offset = 0
         if table.managed_tensor_allocator(&prototype, &managed, <void*>errors, _set_error) != 0:
             raise MemoryError("; ".join(errors))
+    return managed
+
+
+cdef object allocate_like(Buffer* like, Buffer* made):
+    """A new contiguous tensor like the one that `like` describes, uninitialised; `made` is its."""
+    cdef DLDataType dtype
+    cdef DLDevice device
+    cdef DLManagedTensorVersioned* managed
+    dtype.code = like.kind >> 8
+    dtype.bits = like.kind & 255
+    dtype.lanes = 1
+    device.device_type = like.device_type
+    device.device_id = like.device_id
+    managed = _managed(dtype, device, like.shape, like.ndim)
+    made[0] = like[0]
+    made.contiguous = True
+    made.data = managed.dl_tensor.data + managed.dl_tensor.byte_offset
+    made.shape = managed.dl_tensor.shape
     return _owned(managed)
-
-
-cdef object allocate_like(object tensor):
-    """A new contiguous tensor of `tensor`'s shape, dtype and device, uninitialised."""
-    cdef DLTensor view
-    _view(tensor, &view)
-    return _allocate(&view, view.shape, view.ndim)
 
 
 def empty(shape, like):
@@ -153,7 +173,7 @@ def empty(shape, like):
     for i in range(ndim):
         sizes[i] = shape[i]
     _view(like, &view)
-    return _allocate(&view, sizes, ndim)
+    return _owned(_managed(view.dtype, view.device, sizes, ndim))
 
 
 def pool(limit=None):

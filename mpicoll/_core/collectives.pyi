@@ -1,10 +1,14 @@
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .mpi import Comm
 
 def open_express(value: bool) -> None: ...
+def graph(function: Callable[[Comm, int, torch.Tensor, int, int], torch.Tensor | None]) -> None: ...
+def express_adjoint(
+    c: Comm, what: int, gradient: torch.Tensor, op: int, root: int, reverse: bool
+) -> torch.Tensor | None: ...
 def express(c: Comm, what: int, tensor: object, op: int, root: int) -> torch.Tensor | None: ...
 def direct(
     c: Comm, channel: int, what: int, tensor: torch.Tensor, op: int, root: int, reverse: bool

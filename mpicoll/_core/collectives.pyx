@@ -265,15 +265,25 @@ cdef object Tensor = torch.Tensor
 cdef object Parameter = torch.nn.Parameter
 cdef object grad_enabled = torch.is_grad_enabled
 cdef object transforms = torch._C._are_functorch_transforms_active
-cdef object modes = torch._C._len_torch_dispatch_stack
+cdef object is_neg = torch.Tensor.is_neg
+cdef object is_conj = torch.Tensor.is_conj
+# Read from the modules: a call to ask torch costs three times as much.
 cdef dict forward_ad = torch.autograd.forward_ad.__dict__
+cdef dict dispatch_modes = torch.utils._python_dispatch.__dict__
 cdef bint express_open = True
+cdef object in_graph = None
 
 
 def open_express(bint value):
     """Open or close the express lane (closed while anything wants to see every call)."""
     global express_open
     express_open = value
+
+
+def graph(function):
+    """Set what :func:`express` calls, with its own arguments, for a tensor that requires grad."""
+    global in_graph
+    in_graph = function
 
 
 cdef int plain(object tensor, Buffer* buffer) except -1:
@@ -289,13 +299,13 @@ cdef int plain(object tensor, Buffer* buffer) except -1:
         return 0
     if buffer.data == NULL and buffer.count:  # a tensor of zeros without memory
         return 0
-    if tensor.is_neg() or (buffer.dtype >= MPICOLL_C64 and tensor.is_conj()):
+    if is_neg(tensor) or (buffer.dtype >= MPICOLL_C64 and is_conj(tensor)):
         return 0
     return 1
 
 
 def express(Comm c not None, int what, tensor, int op, int root):
-    """Serve a plain contiguous CPU tensor that needs no gradient; None if it is not one.
+    """Serve a plain contiguous CPU tensor; None if it is not one.
 
     `what` counts as for :func:`elementwise`. Everything refused here takes the full path, which
     also words the errors.
@@ -305,18 +315,18 @@ def express(Comm c not None, int what, tensor, int op, int root):
         return None
     if not plain(tensor, &source):
         return None
-    if tensor.requires_grad and grad_enabled():
+    if dispatch_modes["_is_in_torch_dispatch_mode"] or forward_ad["_current_level"] >= 0:
         return None
-    if transforms() or modes() or forward_ad["_current_level"] >= 0:
-        return None
-    if what != BCAST and (op < 0 or op > MPICOLL_AVG):
-        return None
-    if what != BCAST and not library.has_operation[op][source.dtype]:
+    if what != BCAST and (
+        op < 0 or op > MPICOLL_AVG or not library.has_operation[op][source.dtype]
+        or (op == MPICOLL_AVG and what >= SCAN)
+    ):
         return None
     if root < 0 or root >= c.size:
         return None
-    result = allocate_like(tensor)
-    read(result, &target)
+    if tensor.requires_grad and grad_enabled():
+        return None if transforms() else in_graph(c, what, tensor, op, root)
+    result = allocate_like(&source, &target)
     run_elementwise(c, USER, what, &source, &target, op, root, False)
     return result
 
@@ -330,10 +340,16 @@ def direct(Comm c not None, int channel, int what, tensor, int op, int root, bin
     if not plain(tensor, &source):
         return None
     usable(c, NAMES[what])
-    result = allocate_like(tensor)
-    read(result, &target)
+    result = allocate_like(&source, &target)
     run_elementwise(c, channel, what, &source, &target, op, root, reverse)
     return result
+
+
+def express_adjoint(Comm c not None, int what, gradient, int op, int root, bint reverse):
+    """:func:`direct` for a gradient; None also where something wants to see every call."""
+    if not express_open:
+        return None
+    return direct(c, BACKWARD, what, gradient, op, root, reverse)
 
 
 def barrier(Comm c not None, int channel=USER):

@@ -9,34 +9,38 @@ import torch
 from ..dispatch import BACKWARD, Call
 from ..ops import OPERATIONS, REDUCTIONS, ReduceOp
 from . import functions
-from .dummies import join
 
-__all__ = ["adjoint", "join"]
+__all__ = ["adjoint", "whole_adjoint"]
 
 
 def adjoint(call: Call, saved: Sequence[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
     """The gradient of the first tensor of `call`, from the gradient of its result."""
-    if call.op is None or call.op is ReduceOp.SUM:
-        return _spread(call, gradient)
+    whole = whole_adjoint(call)
+    if whole is not None:
+        return functions.apply(whole, gradient)
     if call.op is ReduceOp.AVG:
-        return _average(call, gradient)
+        return _spread(call, gradient) / call.comm.size
     if call.derivative == "winner":
         tensor, result = saved
         return _winner(call, tensor, result, gradient)
     return _product(call, saved[0], gradient)
 
 
+def whole_adjoint(call: Call) -> Call | None:
+    """The one call that is the adjoint; None where there is more to it."""
+    if call.op is None or call.op is ReduceOp.SUM:
+        return call.dual()
+    if call.op is ReduceOp.AVG:
+        dual = call.dual()
+        if dual.op is ReduceOp.SUM:  # one rounding for 16-bit floats, as in forward
+            dual.op = ReduceOp.AVG
+            return dual
+    return None
+
+
 def _spread(call: Call, gradient: torch.Tensor) -> torch.Tensor:
     """G: the gradients of the results, summed where an element has several, at the input."""
     return functions.apply(call.dual(), gradient)
-
-
-def _average(call: Call, gradient: torch.Tensor) -> torch.Tensor:
-    dual = call.dual()
-    if dual.op is ReduceOp.SUM:  # one rounding for 16-bit floats, as in forward
-        dual.op = ReduceOp.AVG
-        return functions.apply(dual, gradient)
-    return functions.apply(dual, gradient) / call.comm.size
 
 
 def _replicate(call: Call, result: torch.Tensor) -> torch.Tensor:

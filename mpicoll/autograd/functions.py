@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
 
 from .. import dispatch
-from ..dispatch import Call
-from ..ops import OPERATIONS, Kind
+from .._core import collectives, mpi
+from ..dispatch import CODES, Call
+from ..ops import OPERATIONS, Kind, ReduceOp
 from ..staging import kind_of
 from . import adjoints
-from .dummies import alias
+from .dummies import alias, join
 from .nodes import dense, node
 
 __all__ = ["anchor", "apply", "apply_inplace", "claim", "needs_graph"]
@@ -55,6 +58,8 @@ class Communication(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None:
         call, tensors = inputs[0], inputs[1:]
         ctx.call = call
+        if call.adjoint is not None:
+            return
         ctx.metas = [(t.shape, t.dtype, t.device) if t.requires_grad else None for t in tensors]
         if call.output:
             ctx.mark_dirty(tensors[-1])
@@ -66,18 +71,21 @@ class Communication(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
+        call = ctx.call
+        if call.adjoint is not None:
+            return None, _express_adjoint(call, gradient)
         first, *others = ctx.metas
         gradient = dense(gradient)
-        if ctx.call.output and ctx.call.shape:  # the caller's tensor may have another shape
-            gradient = gradient.reshape(ctx.call.shape)
-        result = adjoints.adjoint(ctx.call, ctx.saved_tensors, gradient)
+        if call.output and call.shape:  # the caller's tensor may have another shape
+            gradient = gradient.reshape(call.shape)
+        result = adjoints.adjoint(call, ctx.saved_tensors, gradient)
         # They hang on the node that ran, so that their backward runs its adjoint, too.
-        zeros = (None if m is None else adjoints.join(_zeros(m), [result]) for m in others)
+        zeros = (None if m is None else join(_zeros(m), [result]) for m in others)
         if first is None:
             return None, None, *zeros
         if result.shape != first[0] or result.dtype != first[1]:
             # A placeholder: its gradient is zero, and still hangs on the node that ran.
-            result = adjoints.join(_zeros(first), [result])
+            result = join(_zeros(first), [result])
         return None, result, *zeros
 
 
@@ -119,6 +127,8 @@ class _Land(torch.autograd.Function):
 
 
 _communicate = node(Communication)
+# For where no transform is active, which the core has seen.
+_communicate_plain = super(torch.autograd.Function, Communication).apply
 _guard = node(_Guard)
 _land = node(_Land)
 
@@ -174,6 +184,57 @@ def apply(
             return tensors[-1]
         return result
     return _communicate(call, *tensors)
+
+
+# What the calls of the express lane have in common, by number, reduction and root.
+_prototypes: dict[tuple[int, int, int], dict[str, Any]] = {}
+_ROWS = [OPERATIONS[name] for name in CODES]
+
+
+def _express(
+    comm: mpi.Comm, code: int, tensor: torch.Tensor, op: int, root: int
+) -> torch.Tensor | None:
+    """An elementwise call on a plain tensor that requires grad, its arguments seen by the core.
+
+    None if it has no derivative: the full path words the error.
+    """
+    prototype = _prototypes.get((code, op, root)) or _prototype(comm, code, op, root)
+    if prototype is None:
+        return None
+    call = Call.__new__(Call)
+    call.__dict__.update(prototype)
+    call.comm = comm
+    return _communicate_plain(call, tensor)
+
+
+def _prototype(comm: mpi.Comm, code: int, op: int, root: int) -> dict[str, Any] | None:
+    row = _ROWS[code]
+    call = Call(row, comm)
+    if "op" in row.arguments:
+        call.op = ReduceOp(op)
+    if "root" in row.arguments:
+        call.root = root
+    if call.derivative is None:
+        return None
+    whole = adjoints.whole_adjoint(call)
+    if whole is not None:
+        reduction = -1 if whole.op is None else int(whole.op)
+        call.adjoint = CODES[whole.operation.name], reduction, whole.root, whole.reverse
+    found = {key: value for key, value in vars(call).items() if key != "comm"}
+    _prototypes[code, op, root] = found
+    return found
+
+
+collectives.graph(_express)
+
+
+def _express_adjoint(call: Call, gradient: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled():
+        code, op, root, reverse = call.adjoint  # type: ignore[misc]
+        result = collectives.express_adjoint(call.comm, code, gradient, op, root, reverse)
+        if result is not None:
+            return result
+    return adjoints.adjoint(call, (), dense(gradient))
 
 
 def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
