@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from . import config
+from . import config, watch
 from ._core import buffers, collectives, mpi, point_to_point
 from .arguments import (
     as_axis,
@@ -82,6 +82,7 @@ class Communicator:
 
     def _make(self) -> mpi.Comm:
         mpi.bind()
+        watch.first_use()
         settings = config.read()
         if settings.chunk_bytes is not None:
             mpi.limits(chunk_bytes=settings.chunk_bytes)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import watch
 from ._core import collectives, mpi
 from .ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
 from .staging import (
@@ -121,9 +122,10 @@ class Call:
 
 def run(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Carry out `call` and return its result: a new tensor, or the one that it was to fill."""
-    if call.operation.pattern == "elementwise":
-        return _elementwise(call, tensors)
-    return _blocks(call, tensors)
+    perform = _elementwise if call.operation.pattern == "elementwise" else _blocks
+    if watch.on:
+        return watch.run(call, tensors, perform)
+    return perform(call, tensors)
 
 
 # ---------------------------------------------------------------- the same shape on every rank

@@ -22,7 +22,7 @@ MODULES = sorted(ROOT.rglob("*.py")) + sorted(ROOT.rglob("*.pyx"))
 FLOORS = [
     {"ops", "errors", "config"},
     {"_core"},
-    {"staging"},
+    {"staging", "watch"},
     {"dispatch", "arguments", "negotiate"},
     {"autograd"},
     {"communicator"},
