@@ -71,6 +71,10 @@ class Call:
         The largest number of elements that any rank's side of an exchange has.
     longest
         With `splits`: the largest number of elements that any rank sends to one other.
+    divisor
+        What AVG divides by; 0: the number of ranks. Set by :class:`algorithms.Join`, as is
+    present
+        The ranks whose tensors count; None: all.
     """
 
     # Defaults live on the class: a call sets what it has, and making one stays cheap.
@@ -90,6 +94,8 @@ class Call:
     staged: bool = False
     largest: int = 0
     longest: int = 0
+    divisor: int = 0
+    present: tuple[int, ...] | None = None
 
     def __init__(self, operation: Operation, comm: mpi.Comm, **given: Any) -> None:
         self.operation = operation

@@ -32,6 +32,7 @@ __all__ = [
     "release",
     "run",
     "stop",
+    "taking_part",
 ]
 
 #: Whether anybody wants to see the collectives.
@@ -133,6 +134,9 @@ class Guard(Protocol):
 
     def refuse(self, call: str, why: str) -> None:
         """Raise on all ranks, unless `call` is no business of the guard."""
+
+    def taking_part(self) -> tuple[int, ...] | None:
+        """The ranks that took part in the last message themselves; None: everybody."""
 
 
 _observers: list[Observer] = []
@@ -286,6 +290,12 @@ def agree(
     """What the guard of `comm` says of the sizes; None where there is none, or it leaves it."""
     keeper = guard_of(comm)
     return None if keeper is None else keeper.agree(call, numbers)
+
+
+def taking_part(comm: mpi.Comm) -> tuple[int, ...] | None:
+    """The ranks that took part in the last message on `comm` themselves; None: everybody."""
+    keeper = _guards.get(comm)
+    return None if keeper is None else keeper.taking_part()
 
 
 def refuse(comm: mpi.Comm, call: str, why: str) -> None:
