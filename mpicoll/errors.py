@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["MPIError"]
+__all__ = ["MPIError", "PluginError", "PluginMismatchError"]
 
 
 class MPIError(RuntimeError):
@@ -34,3 +34,35 @@ class MPIError(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.call} failed: {self.text} (error class {self.error_class}, code {self.code})"
+
+
+class PluginError(RuntimeError):
+    """A plugin cannot be loaded, or an adapter of it failed; the message names it."""
+
+
+class PluginMismatchError(RuntimeError):
+    """The ranks have different plugins, or adapt a joinable differently; raised on all of them."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """The ranks did not make the same call."""
+
+
+class JoinAborted(RuntimeError):
+    """Another rank left a Join context with an exception.
+
+    Parameters
+    ----------
+    rank
+        That rank, in the communicator of the context.
+    reason
+        Its exception: class and text.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} left the Join context with {self.reason}"

@@ -6,9 +6,11 @@ of the core is open. :func:`observe` (plugins) and :func:`guard` (``algorithms.J
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,6 +30,7 @@ __all__ = [
     "guard",
     "guard_of",
     "observe",
+    "observing",
     "refuse",
     "release",
     "run",
@@ -141,13 +144,13 @@ class Guard(Protocol):
 
 _observers: list[Observer] = []
 _guards: dict[mpi.Comm, Guard] = {}
-_notified = False
+_observing: set[int] = set()  # the threads in which an observer runs
 _waiting: list[Callable[[], object]] = []
 
 
 def _switch() -> None:
     global on
-    on = bool(_observers or _guards)
+    on = bool(_observers or _guards or _observing)
     collectives.open_express(not on)
 
 
@@ -182,9 +185,9 @@ def release(comm: mpi.Comm) -> None:
 
 def guard_of(comm: mpi.Comm) -> Guard | None:
     """Who has taken over the collectives on `comm`."""
-    if _notified:
+    if _observing and threading.get_ident() in _observing:
         raise RuntimeError(
-            "an observer of collectives must not communicate: the other ranks may not observe"
+            "an observer must not communicate: the other ranks may have nothing to observe"
         )
     return _guards.get(comm)
 
@@ -216,13 +219,25 @@ def events(event: Event, perform: Callable[[], Any]) -> Any:
 
 
 def _tell(observers: Sequence[Observer], which: int, event: Event) -> None:
-    global _notified
-    _notified = True
-    try:
+    with observing():
         for observer in observers:
             observer[which](event)
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """Within it, what communicates in this thread raises RuntimeError before it sends anything."""
+    thread = threading.get_ident()
+    if thread in _observing:
+        yield
+        return
+    _observing.add(thread)
+    _switch()  # the flag is what every call tests
+    try:
+        yield
     finally:
-        _notified = False
+        _observing.discard(thread)
+        _switch()
 
 
 def run(
