@@ -12,6 +12,7 @@ each event.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -41,6 +42,7 @@ GROUP = "mpicoll.plugins"
 #: The version of the hooks; a plugin may declare the one it was written for as `mpicoll_hook_api`.
 HOOK_API = 1
 
+_lock = threading.RLock()
 _manager: Manager | None = None
 _problem: BaseException | None = None
 _agreeing = False
@@ -80,19 +82,22 @@ def load() -> None:
         A variable of the environment has a value that means nothing.
     """
     global _manager, _problem
-    if _problem is not None:
-        raise _problem
-    if _manager is not None:
-        return
-    from .. import config
-    from .manager import Manager
+    with _lock:
+        if _problem is not None:
+            raise _problem
+        if _manager is not None:
+            return
+        from .. import config
+        from .manager import Manager
 
-    _manager = Manager(config.read())  # before it loads: a plugin may communicate when imported
-    try:
-        _manager.load()
-    except BaseException as error:
-        _manager, _problem = None, error
-        raise
+        try:
+            _manager = Manager(config.read())  # a plugin may communicate while it is imported
+            _manager.load()
+            _manager.complain()
+            _manager.watch()
+        except BaseException as error:
+            _manager, _problem = None, error
+            raise
 
 
 def _at_first_use() -> None:

@@ -9,7 +9,7 @@ import threading
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, entry_points, version
 from typing import Any
 
 import pluggy
@@ -26,9 +26,7 @@ logger = logging.getLogger("mpicoll")
 _STARTED, _FINISHED = "mpicoll_collective_started", "mpicoll_collective_finished"
 _HOOKS = [name for name in specs.__all__ if name.startswith("mpicoll_")]
 #: The hooks whose implementations are isolated: what they do to themselves changes nothing else.
-_OBSERVERS = frozenset(
-    _HOOKS[:]
-) - {"mpicoll_adapt_joinable", "mpicoll_join_hooks", "mpicoll_plugin_info"}  # fmt: skip
+_OBSERVERS = set(_HOOKS) - {"mpicoll_adapt_joinable", "mpicoll_join_hooks", "mpicoll_plugin_info"}
 
 
 @dataclasses.dataclass
@@ -51,6 +49,8 @@ class Plugin:
         The hooks that it implements.
     object
         The module or object, if loaded.
+    error
+        The exception for which it is not loaded.
     """
 
     name: str
@@ -61,6 +61,7 @@ class Plugin:
     reason: str = ""
     hooks: tuple[str, ...] = ()
     object: Any = None
+    error: BaseException | None = None
 
     @property
     def label(self) -> str:
@@ -94,7 +95,6 @@ class Manager:
         self.unknown: list[str] = []
         self._pluggy = pluggy.PluginManager("mpicoll")
         self._pluggy.add_hookspecs(specs)
-        self._labels: dict[str, Plugin] = {}
         self._off: set[str] = set()
         self._watched: watch.Observer | None = None
         self._observed: dict[str, list[pluggy.HookImpl]] = {}
@@ -102,24 +102,48 @@ class Manager:
     # ------------------------------------------------------------ loading
 
     def load(self) -> None:
-        """Import and register everything that is neither blocked nor broken.
+        """Import and register everything that is neither blocked nor broken."""
+        own = Plugin("builtin", "mpicoll", version("mpicoll"), builtin.__name__, object=builtin)
+        self._register(own)
+        points = self._found()
+        found = [self._describe(point) for point in points]
+        for plugin, point in zip(found, points, strict=True):
+            if plugin.state == "loaded":
+                self._import(plugin, point)
+        # pluggy calls what was registered last first: backwards, so that the order is ours.
+        for plugin in reversed(found):
+            if plugin.state == "loaded":
+                self._register(plugin)
+        self.plugins = [own, *found]
+        self.unknown = self._unknown(found)
+
+    def problems(self) -> list[str]:
+        """What cannot be loaded, and why."""
+        failed = [p for p in self.plugins if p.state == "failed"]
+        return [f"the plugin {p.label} cannot be loaded: {p.reason}" for p in failed] + [
+            f"MPICOLL_PLUGINS names {name!r}, but no installed distribution brings such a plugin"
+            for name in self.unknown
+        ]
+
+    def complain(self) -> None:
+        """Raise, or warn, if there are problems.
 
         Raises
         ------
         PluginError
-            A plugin cannot be loaded, and the settings do not say ``warn``.
+            There is one, and the settings do not say ``warn``.
         """
-        self._take(Plugin("builtin", "mpicoll", _own_version(), builtin.__name__), builtin)
-        found = [(self._describe(point), point) for point in self._found()]
-        for plugin, point in found:
-            self._import(plugin, point)
-        # pluggy calls what was registered last first: backwards, so that the order is ours.
-        for plugin, _ in reversed(found):
-            if plugin.state == "loaded":
-                self._take(plugin, plugin.object)
-        self.plugins += [plugin for plugin, _ in found]
-        self.unknown = self._unknown([plugin for plugin, _ in found])
-        self._complain()
+        for problem in self.problems():
+            if self.settings.plugin_errors == "raise":
+                causes = [p.error for p in self.plugins if p.error is not None]
+                raise PluginError(
+                    f"{problem}; MPICOLL_PLUGIN_ERRORS=warn goes on without it, "
+                    "MPICOLL_DISABLE_PLUGINS does not even try those that it names"
+                ) from (causes[0] if causes else None)
+            warnings.warn(f"mpicoll: {problem}", RuntimeWarning, stacklevel=2)
+
+    def watch(self) -> None:
+        """Let the observers see what happens from now on."""
         for name in _OBSERVERS:
             self._observed[name] = self._implementations(name)
         if self._observed[_STARTED] or self._observed[_FINISHED]:
@@ -134,8 +158,8 @@ class Manager:
 
     def _describe(self, point: EntryPoint) -> Plugin:
         name = point.dist.name if point.dist else "unknown"
-        version = point.dist.version if point.dist else "unknown"
-        plugin = Plugin(point.name, name, version, point.value)
+        release = point.dist.version if point.dist else "unknown"
+        plugin = Plugin(point.name, name, release, point.value)
         names = {plugin.name, normalized(plugin.distribution)}
         disabled = self.settings.disabled_plugins
         allowed = self.settings.allowed_plugins
@@ -148,8 +172,6 @@ class Manager:
         return plugin
 
     def _import(self, plugin: Plugin, point: EntryPoint) -> None:
-        if plugin.state != "loaded":
-            return
         try:
             plugin.object = point.load()
         except (Exception, SystemExit) as error:
@@ -162,65 +184,34 @@ class Manager:
                 f"it is written for mpicoll_hook_api {declared!r}, but this mpicoll has {HOOK_API}",
             )
 
-    def _take(self, plugin: Plugin, thing: Any) -> None:
-        """Register `thing`, unless something is wrong with its hooks."""
-        plugin.object = thing
-        label = plugin.label
+    def _register(self, plugin: Plugin) -> None:
+        """Register its object, unless something is wrong with the hooks."""
+        thing, label = plugin.object, plugin.label
         problem = _unmarked(thing)
         if problem:
             _fail(plugin, problem)
             return
         try:
             self._pluggy.register(thing, name=label)
-        except (ValueError, pluggy.PluginValidationError) as error:
-            _fail(plugin, " ".join(str(error).split()), error)
-            return
-        try:
             self._pluggy.check_pending()
-            implementations = self._of(thing)
-            for implementation in implementations:
-                if implementation.wrapper or implementation.hookwrapper:
-                    raise pluggy.PluginValidationError(
-                        thing, f"{implementation.function.__name__} is a wrapper of hooks"
-                    )
-        except pluggy.PluginValidationError as error:
-            self._pluggy.unregister(thing)
+            _refuse_wrappers(thing, self._of(thing))
+        except (ValueError, pluggy.PluginValidationError) as error:
+            if self._pluggy.get_name(thing) == label:  # not under another plugin's name
+                self._pluggy.unregister(thing)
             _fail(plugin, " ".join(str(error).split()), error)
             return
-        plugin.hooks = tuple(name for name in _HOOKS if self._has(name, label))
-        self._labels[label] = plugin
-        if plugin.distribution == "mpicoll":
-            self.plugins.append(plugin)
+        implemented = {caller.name for caller in self._pluggy.get_hookcallers(thing) or ()}
+        plugin.hooks = tuple(name for name in _HOOKS if name in implemented)
 
     def _of(self, thing: Any) -> Iterator[pluggy.HookImpl]:
         for caller in self._pluggy.get_hookcallers(thing) or ():
             yield from (i for i in caller.get_hookimpls() if i.plugin is thing)
-
-    def _has(self, hook: str, label: str) -> bool:
-        return any(i.plugin_name == label for i in self._implementations(hook))
 
     def _unknown(self, found: Sequence[Plugin]) -> list[str]:
         """What the allow-list names and nothing brings: a slip of the pen would go unnoticed."""
         known = {name for p in found for name in (p.name, normalized(p.distribution))}
         allowed = self.settings.allowed_plugins or ()
         return [name for name in allowed if name not in known and normalized(name) not in known]
-
-    def _complain(self) -> None:
-        problems = [
-            f"the plugin {p.label} cannot be loaded: {p.reason}"
-            for p in self.plugins if p.state == "failed"
-        ] + [
-            f"MPICOLL_PLUGINS names {name!r}, but no installed distribution brings such a plugin"
-            for name in self.unknown
-        ]  # fmt: skip
-        for problem in problems:
-            if self.settings.plugin_errors == "raise":
-                causes = [p.object for p in self.plugins if isinstance(p.object, BaseException)]
-                raise PluginError(
-                    f"{problem}; MPICOLL_PLUGIN_ERRORS=warn goes on without it, "
-                    "MPICOLL_DISABLE_PLUGINS=<name> does not try"
-                ) from (causes[0] if causes else None)
-            warnings.warn(f"mpicoll: {problem}", RuntimeWarning, stacklevel=2)
 
     # ------------------------------------------------------------ asking
 
@@ -335,7 +326,7 @@ def _both(names: Sequence[str]) -> set[str]:
 
 
 def _fail(plugin: Plugin, reason: str, error: BaseException | None = None) -> None:
-    plugin.state, plugin.reason, plugin.object = "failed", reason, error
+    plugin.state, plugin.reason, plugin.object, plugin.error = "failed", reason, None, error
 
 
 def _type(thing: Any) -> str:
@@ -352,6 +343,14 @@ def _unmarked(thing: Any) -> str:
     return ""
 
 
+def _refuse_wrappers(thing: Any, implementations: Iterator[pluggy.HookImpl]) -> None:
+    """A wrapper would stand around all plugins, whose calls are kept apart here."""
+    for implementation in implementations:
+        if implementation.wrapper or implementation.hookwrapper:
+            name = implementation.function.__name__
+            raise pluggy.PluginValidationError(thing, f"{name} is a wrapper, which no hook takes")
+
+
 def _loudly(implementation: pluggy.HookImpl, given: Mapping[str, Any], what: str) -> Any:
     try:
         return implementation.function(*(given[name] for name in implementation.argnames))
@@ -360,9 +359,3 @@ def _loudly(implementation: pluggy.HookImpl, given: Mapping[str, Any], what: str
             f"Join: the plugin {implementation.plugin_name} failed to {what}: "
             f"{type(error).__name__}: {error}"
         ) from error
-
-
-def _own_version() -> str:
-    from importlib.metadata import version
-
-    return version("mpicoll")
