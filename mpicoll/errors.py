@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-__all__ = ["MPIError", "PluginError", "PluginMismatchError"]
+__all__ = [
+    "CollectiveMismatchError",
+    "JoinAborted",
+    "MPIError",
+    "PluginError",
+    "PluginMismatchError",
+]
 
 
 class MPIError(RuntimeError):
