@@ -100,6 +100,8 @@ def _winner(
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM).clamp(min=1)
     else:
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM)
+    if present:  # nobody has the pieces of ranks that are gone; theirs is the gradient zero
+        count = torch.where(best.isnan(), count, count.clamp(min=1))
     return total * (mine.to(total.dtype) / count)
 
 
