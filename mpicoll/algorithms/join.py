@@ -210,6 +210,7 @@ class Join:
             raise RuntimeError(
                 "Join: this context, or one of its joinables, is in an active Join context already"
             )
+        Session.require_free(self._group._comm)
         self._compare_plugins()
         shadows = any(isinstance(j, Communicator) for j in self.joinables)
         by_all = bool(self._kwargs.get("divide_by_initial_world_size", False))

@@ -65,13 +65,17 @@ class Session:
 
     # ------------------------------------------------------------ life
 
-    def open(self, joinables: int) -> None:
-        """Enter, together with all ranks."""
-        if self.comm in _sessions:
+    @staticmethod
+    def require_free(comm: mpi.Comm) -> None:
+        """Raise where a context on `comm` is active; ranks that ran out would not enter another."""
+        if comm in _sessions:
             raise RuntimeError(
                 "Join: this communicator is in an active Join context already; nested contexts "
                 "need communicators of their own (Dup or Split)"
             )
+
+    def open(self, joinables: int) -> None:
+        """Enter, together with all ranks."""
         _sessions[self.comm] = self
         if self.shadows or self.propagates:
             watch.guard(self.comm, self)

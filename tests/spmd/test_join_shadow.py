@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from groups import several
 
 import mpicoll
 import mpicoll.nn.functional as F
 from mpicoll.algorithms import CollectiveMismatchError, Join
 from mpicoll.ops import OPERATIONS, REDUCTIONS, ReduceOp
+from mpicoll.staging.dtypes import DTYPES
 
 SCHEDULES = {
     "first out first": lambda r, size: 1 + r,
@@ -105,27 +107,20 @@ def test_reduce(world, works, lengths, op):
     works()
 
 
-@pytest.mark.parametrize(
-    "op", [op for op in ReduceOp if op is not ReduceOp.AVG], ids=lambda o: o.name
-)
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int64, torch.uint64, torch.bfloat16, torch.float32]
-)
-def test_reductions_of_other_dtypes(world, works, lengths, op, dtype):
+@pytest.mark.parametrize("op", REDUCTIONS, ids=lambda op: op.name)
+def test_reductions_of_all_dtypes(world, works, lengths, op):
     """The neutral element of every dtype: the least unsigned integer is 0, all bits are set, ..."""
-    name = {torch.bool: "BOOL", torch.bfloat16: "HALF", torch.float32: "FLOAT"}.get(
-        dtype, "INTEGER"
-    )
-    if name not in {kind.name for kind in REDUCTIONS[op].kinds}:
-        pytest.skip("no such reduction")
+    dtypes = [dtype for dtype, (_, kind) in DTYPES.items() if kind in REDUCTIONS[op].kinds]
+    calls = ["Allreduce"] if op is ReduceOp.AVG else ["Allreduce", "Scan", "Exscan"]
     with Join([world]):
         for k in range(lengths[world.rank]):
             active = active_in(lengths, k)
-            tensors = {r: make(r, k, (3, 2), torch.int64).abs().to(dtype) for r in active}
-            for call in ("Allreduce", "Scan", "Exscan"):
-                got = getattr(world, call)(tensors[world.rank], op)
-                want = OPERATIONS[call].reference([tensors[r] for r in active], op=op)
-                assert torch.equal(got, want[active.index(world.rank)]), (call, k)
+            for dtype in dtypes:
+                tensors = {r: make(r, k, (3, 2), torch.int64).abs().to(dtype) for r in active}
+                for call in calls:
+                    got = getattr(world, call)(tensors[world.rank], op)
+                    want = OPERATIONS[call].reference([tensors[r] for r in active], op=op)
+                    assert torch.equal(got, want[active.index(world.rank)]), (call, dtype, k)
     works()
 
 
@@ -353,13 +348,7 @@ def refused(world, works, body, *words):
     works()
 
 
-@pytest.fixture
-def several(world):
-    if world.size == 1:
-        pytest.skip("needs two ranks")
-
-
-@pytest.mark.usefixtures("several")
+@several
 @pytest.mark.parametrize(
     ("name", "call"),
     [
@@ -384,7 +373,7 @@ def test_refused(world, works, name, call):
     refused(world, works, lambda: call(world, torch.zeros(world.size)), name, "shadow")
 
 
-@pytest.mark.usefixtures("several")
+@several
 def test_a_message_is_refused_also_before_anybody_has_run_out(world, works):
     x = torch.zeros(1)
     with pytest.raises(RuntimeError, match="Send cannot be shadowed"), Join([world]):
@@ -392,7 +381,7 @@ def test_a_message_is_refused_also_before_anybody_has_run_out(world, works):
     works()
 
 
-@pytest.mark.usefixtures("several")
+@several
 @pytest.mark.parametrize(
     "other",
     [
@@ -413,7 +402,7 @@ def test_disagreement(world, works, other):
     works()
 
 
-@pytest.mark.usefixtures("several")
+@several
 def test_gathers_that_disagree(world, works):
     """The sizes are agreed on first; the error is the same on all ranks."""
     x = torch.ones(3)
@@ -422,7 +411,7 @@ def test_gathers_that_disagree(world, works):
     works()
 
 
-@pytest.mark.usefixtures("several")
+@several
 @pytest.mark.parametrize("op", [ReduceOp.PROD, ReduceOp.MAX], ids=lambda op: op.name)
 def test_gradient_after_a_rank_has_left(world, works, op):
     """What an absent rank contributed is not known any more: an error, never a wrong gradient."""
