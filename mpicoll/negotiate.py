@@ -49,8 +49,7 @@ def exchange_rows(
     if watch.on:
         told = watch.agree(comm, call, (*head, *shape))
         if told is not None:
-            known = [None if row is None else Row(*row[:4], row[4:n], row[n:]) for row in told]
-            return _with_absent(call, comm, known)
+            return _with_absent(call, comm, [None if row is None else _row(row, n) for row in told])
     inline = (*shape[:_INLINE], *(0,) * (_INLINE - len(shape)))
     rows = collectives.agree(comm, channel, (*head, *inline))
     longest = max(row[1] for row in rows)
@@ -62,6 +61,10 @@ def exchange_rows(
         Row(row[0], row[1], row[2], row[3], row[4:n], (row[n:] + tuple(tail))[: row[1]])
         for row, tail in zip(rows, tails, strict=True)
     ]
+
+
+def _row(told: tuple[int, ...], n: int) -> Row:
+    return Row(told[0], told[1], told[2], told[3], told[4:n], told[n:])
 
 
 def _with_absent(call: str, comm: mpi.Comm, rows: Sequence[Row | None]) -> list[Row]:

@@ -144,7 +144,7 @@ class Join:
         try:
             plugins.load()
             made = plugins.adapt(thing, self._communicator, self._options, f"joinables[{i}]")
-        except Exception as error:
+        except BaseException as error:  # exits, too: the others wait on entry
             self._failure = error  # told to all ranks on entry
             return thing
         self._chosen.append(made.plugin)
@@ -153,7 +153,7 @@ class Join:
 
     def _place(self, i: int, joinable: Any) -> None:
         """Check that a joinable can take part, on the communicator of the others."""
-        if not isinstance(joinable, Communicator) and not hasattr(joinable, "_join_session"):
+        if not isinstance(joinable, Communicator) and not hasattr(joinable, "_join_context"):
             raise RuntimeError(
                 f"Join: joinables[{i}], a {_name(joinable)}, has not been initialized as a "
                 "Joinable; its __init__ must call super().__init__() or Joinable.__init__(self)"
@@ -205,7 +205,7 @@ class Join:
                 raise self._failure
             return self
         if self._session is not None or any(
-            getattr(j, "_join_session", None) is not None for j in self.joinables
+            getattr(j, "_join_context", None) is not None for j in self.joinables
         ):
             raise RuntimeError(
                 "Join: this context, or one of its joinables, is in an active Join context already"
@@ -221,7 +221,7 @@ class Join:
             self._hooks = self._make_hooks(session)
             for joinable in self.joinables:
                 if not isinstance(joinable, Communicator):
-                    joinable._join_session = self
+                    joinable._join_context = self
             session.state = "active"
             self._tell("started")
         except BaseException as error:
@@ -240,7 +240,7 @@ class Join:
                     found = plugins.join_hooks(joinable, self._options)
                     extra.append([hook for hook, _ in found])
                     chosen += [plugin for _, plugin in found]
-            except Exception as error:
+            except BaseException as error:
                 failure = error
         self._extra = extra
         plugins.agree(self._group, chosen, failure)
@@ -294,7 +294,7 @@ class Join:
         self._session = None
         for joinable in self.joinables:
             if not isinstance(joinable, Communicator):
-                joinable._join_session = None
+                joinable._join_context = None
 
     def _tell(self, event: str, **arguments: Any) -> None:
         plugins.notify(f"join_{event}", context=self, **arguments)
@@ -328,12 +328,12 @@ class Join:
         """
         if isinstance(joinable, Communicator):
             return None
-        if not hasattr(joinable, "_join_session"):
+        if not hasattr(joinable, "_join_context"):
             raise RuntimeError(
                 f"Join: {_name(joinable)} has not been initialized as a Joinable; its __init__ "
                 "must call super().__init__() or Joinable.__init__(self)"
             )
-        context = joinable._join_session
+        context = joinable._join_context
         if context is None or context.joinables[0] is not joinable:
             return None
         session = context._session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
@@ -267,5 +268,6 @@ def _abort(error: BaseException, comm: mpi.Comm) -> NoReturn:
         "aborted\n"
     )
     sys.stderr.flush()
+    time.sleep(0.5)  # launchers drop what they have not read yet when they hear of an abort
     MPI.COMM_WORLD.Abort(1)
     os._exit(1)  # some libraries return from MPI_Abort

@@ -101,7 +101,8 @@ def _understand(numbers: tuple[int, ...]) -> _Told:
     for n in numbers[_FIXED + 1 : at]:
         lists.append(numbers[at : at + n])
         at += n
-    return _Told(*numbers[:_FIXED], *lists[:2], numbers[_FIXED], *lists[2:])
+    fields: list[Any] = [*numbers[:_FIXED], *lists[:2], numbers[_FIXED], *lists[2:]]
+    return _Told(*fields)
 
 
 def _alike(told: _Told) -> tuple[Any, ...]:

@@ -280,7 +280,7 @@ def test_what_entry_sets_is_taken_back(world, works):
     for context in contexts:
         with context:
             pass
-        assert adder._join_session is None
+        assert adder._join_context is None
         assert not watch.on
     with pytest.raises(RuntimeError, match="all ranks"), Join([world]):
         world.Dup()
@@ -421,7 +421,7 @@ def test_ranks_that_disagree_on_the_context(world, works):
     adder = Adder(world)
     with pytest.raises(ValueError, match="disagree on the arguments"):
         Join([adder], throw_on_early_termination=world.rank == 0).__enter__()
-    assert adder._join_session is None
+    assert adder._join_context is None
     works()
 
 
