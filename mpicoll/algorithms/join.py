@@ -8,11 +8,17 @@ from typing import Any
 
 from .. import plugins
 from ..communicator import Communicator, as_communicator
+from ..errors import JoinAborted, PluginError
 from .joinable import Joinable, JoinHook
 from .session import Session
 from .shadow import CommunicatorHook
 
 __all__ = ["Join"]
+
+
+#: The active context of every joinable that is in one. Not kept on the joinable, whose copies (of a
+#: model, for a checkpoint) are in none. The context holds the joinable, so the id stays its own.
+_contexts: dict[int, Join] = {}
 
 
 class Announcement:
@@ -153,7 +159,7 @@ class Join:
 
     def _place(self, i: int, joinable: Any) -> None:
         """Check that a joinable can take part, on the communicator of the others."""
-        if not isinstance(joinable, Communicator) and not hasattr(joinable, "_join_context"):
+        if not isinstance(joinable, Communicator) and not hasattr(joinable, "_join_ready"):
             raise RuntimeError(
                 f"Join: joinables[{i}], a {_name(joinable)}, has not been initialized as a "
                 "Joinable; its __init__ must call super().__init__() or Joinable.__init__(self)"
@@ -204,9 +210,7 @@ class Join:
             if self._failure is not None:
                 raise self._failure
             return self
-        if self._session is not None or any(
-            getattr(j, "_join_context", None) is not None for j in self.joinables
-        ):
+        if self._session is not None or any(id(j) in _contexts for j in self.joinables):
             raise RuntimeError(
                 "Join: this context, or one of its joinables, is in an active Join context already"
             )
@@ -220,8 +224,7 @@ class Join:
         try:
             self._hooks = self._make_hooks(session)
             for joinable in self.joinables:
-                if not isinstance(joinable, Communicator):
-                    joinable._join_context = self
+                _contexts[id(joinable)] = self
             session.state = "active"
             self._tell("started")
         except BaseException as error:
@@ -243,7 +246,12 @@ class Join:
             except BaseException as error:
                 failure = error
         self._extra = extra
-        plugins.agree(self._group, chosen, failure)
+        try:
+            plugins.agree(self._group, chosen, failure)
+        except PluginError as error:
+            if self._propagates and failure is None and error.failures:
+                raise JoinAborted(*error.failures[0]) from error
+            raise
 
     def _make_hooks(self, session: Session) -> list[JoinHook]:
         hooks: list[JoinHook] = []
@@ -293,8 +301,8 @@ class Join:
         session.close()
         self._session = None
         for joinable in self.joinables:
-            if not isinstance(joinable, Communicator):
-                joinable._join_context = None
+            if _contexts.get(id(joinable)) is self:
+                del _contexts[id(joinable)]
 
     def _tell(self, event: str, **arguments: Any) -> None:
         plugins.notify(f"join_{event}", context=self, **arguments)
@@ -328,12 +336,12 @@ class Join:
         """
         if isinstance(joinable, Communicator):
             return None
-        if not hasattr(joinable, "_join_context"):
+        if not hasattr(joinable, "_join_ready"):
             raise RuntimeError(
                 f"Join: {_name(joinable)} has not been initialized as a Joinable; its __init__ "
                 "must call super().__init__() or Joinable.__init__(self)"
             )
-        context = joinable._join_context
+        context = _contexts.get(id(joinable))
         if context is None or context.joinables[0] is not joinable:
             return None
         session = context._session

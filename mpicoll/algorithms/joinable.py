@@ -41,7 +41,7 @@ class Joinable(abc.ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self._join_context: Any = None
+        self._join_ready = True  # tells Join that this __init__ was called
 
     @abc.abstractmethod
     def join_hook(self, **kwargs: Any) -> JoinHook:

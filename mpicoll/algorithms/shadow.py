@@ -17,7 +17,7 @@ from ..autograd.exchange import move
 from ..dispatch import BACKWARD, USER, Call
 from ..errors import CollectiveMismatchError
 from ..ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
-from ..staging import code_of, name_of
+from ..staging import code_of, name_of, plan_for
 from .joinable import JoinHook
 from .rounds import Kind, Said, to_text
 
@@ -85,7 +85,7 @@ def _describe(call: Call, tensor: torch.Tensor, divisor: int) -> tuple[int, ...]
         call.gatheraxis,
         call.scatteraxis,
         code_of(tensor.dtype),
-        int(call.staged),
+        int(call.staged or not plan_for(tensor.device).direct),
         call.largest,
         call.longest,
         divisor,
@@ -119,7 +119,7 @@ def _alike(told: _Told) -> tuple[Any, ...]:
         shape = (*shape[:axis], -1, *shape[axis + 1 :])
     # A tensor that is to be filled may have another shape on every rank.
     whole = told.whole if name == "Scatter" else ()
-    return told._replace(shape=shape, dtype=dtype, whole=whole, sends=(), receives=())
+    return told._replace(staged=0, shape=shape, dtype=dtype, whole=whole, sends=(), receives=())
 
 
 def mismatch(said: Sequence[Said]) -> str:
@@ -193,10 +193,16 @@ def run(
     session.round(Kind.COLLECTIVE, _describe(call, tensors[0], divisor))
     session.iterations += 1
     check(session)
+    call.staged = _stages(session.said)
     call.present = session.taking_part()
     if averages:
         call.divisor = divisor or len(call.present or range(size))
     return carry_out(call, tensors, perform)
+
+
+def _stages(said: Sequence[Said]) -> bool:
+    """Whether any rank stages, so that all take the same pieces."""
+    return any(_understand(row.numbers).staged for row in said if row.kind == Kind.COLLECTIVE)
 
 
 def carry_out(
@@ -277,7 +283,7 @@ def _answer(session: Session, calls: dict[int, _Told]) -> None:
         scatteraxis=first.scatteraxis,
         gathered=first.gathered,
         scattered=first.scattered,
-        staged=bool(first.staged),
+        staged=_stages(session.said),
         largest=first.largest,
         longest=first.longest,
         divisor=first.divisor or len(calls),
