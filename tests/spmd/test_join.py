@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
 
 import pytest
@@ -10,6 +12,7 @@ from groups import ranks, several
 
 import mpicoll
 from mpicoll import watch
+from mpicoll._core import collectives
 from mpicoll.algorithms import Join, Joinable, JoinAborted, JoinHook, session
 
 ONE = torch.ones(1)
@@ -152,10 +155,10 @@ def test_finishing_together_throws_nothing(comm, shadow):
 
 
 def test_disabled_communicates_nothing(world, adder, monkeypatch):
-    """No message but those of the body: the count of calls that reach MPI."""
+    """No message but those of the body: control traffic, of plugins too, is all agreements."""
     calls = []
-    real = session.talk
-    monkeypatch.setattr(session, "talk", lambda *args: calls.append(args) or real(*args))
+    real = collectives.agree
+    monkeypatch.setattr(collectives, "agree", lambda *args: calls.append(args) or real(*args))
     seen = []
     observer = watch.observe(seen.append, lambda event: None)
     try:
@@ -280,12 +283,22 @@ def test_what_entry_sets_is_taken_back(world, works):
     for context in contexts:
         with context:
             pass
-        assert adder._join_context is None
+        assert vars(adder) | {"given": None} == before
         assert not watch.on
     with pytest.raises(RuntimeError, match="all ranks"), Join([world]):
         world.Dup()
     assert not watch.on
     works()
+
+
+def test_copies_are_in_no_context(world, adder):
+    """A model can be copied and saved in the body of its context."""
+    adder.comm = None  # the communicator cannot be saved
+    with Join([adder]):
+        for copied in (copy.deepcopy(adder), pickle.loads(pickle.dumps(adder))):
+            assert vars(copied) == vars(adder)
+            assert Join.notify_join_context(copied) is None
+        assert Join.notify_join_context(adder).is_completed()
 
 
 def test_kwargs(world, adder):
@@ -421,7 +434,8 @@ def test_ranks_that_disagree_on_the_context(world, works):
     adder = Adder(world)
     with pytest.raises(ValueError, match="disagree on the arguments"):
         Join([adder], throw_on_early_termination=world.rank == 0).__enter__()
-    assert adder._join_context is None
+    with Join([adder]):
+        assert adder.add() == world.size
     works()
 
 
