@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 __all__ = [
     "CollectiveMismatchError",
     "JoinAborted",
@@ -43,7 +45,15 @@ class MPIError(RuntimeError):
 
 
 class PluginError(RuntimeError):
-    """A plugin cannot be loaded, or an adapter of it failed; the message names it."""
+    """A plugin cannot be loaded, or an adapter of it failed; the message names it.
+
+    Attributes
+    ----------
+    failures
+        Where it happened on other ranks: their ranks, with class and text of their exceptions.
+    """
+
+    failures: Sequence[tuple[int, str]] = ()
 
 
 class PluginMismatchError(RuntimeError):

@@ -43,10 +43,13 @@ def compare(
         raise PluginMismatchError(message) from failure
     if failure is not None:
         raise failure
-    failed = [f"rank {r}: {text}" for r, (_, _, text) in enumerate(ranks) if text]
-    raise PluginError(
-        f"Join on rank {comm.rank} of {comm.size}: another rank cannot start ({'; '.join(failed)})"
+    failures = [(r, text) for r, (_, _, text) in enumerate(ranks) if text]
+    words = "; ".join(f"rank {r}: {text}" for r, text in failures)
+    error = PluginError(
+        f"Join on rank {comm.rank} of {comm.size}: another rank cannot start ({words})"
     )
+    error.failures = failures
+    raise error
 
 
 def _digest(names: Sequence[str] | None) -> tuple[int, int]:

@@ -157,7 +157,7 @@ from mpicoll.algorithms import Joinable, JoinHook
 def mpicoll_adapt_joinable(obj, comm, options):
     if isinstance(obj, list):
         if mpicoll.COMM_WORLD.rank == obj[0]:
-            raise ValueError("the adapter broke")
+            raise obj[1]("the adapter broke")
         return Adapted()
 
 class Adapted(Joinable):
@@ -168,8 +168,17 @@ class Adapted(Joinable):
 
 
 @pytest.mark.parametrize("on_error", ["abort", "propagate"])
-@pytest.mark.parametrize("who", [0, 1, 9])
-def test_adapter(tmp_path, on_error, who):
+@pytest.mark.parametrize(
+    ("who", "kind"),
+    [
+        (0, "ValueError"),
+        (1, "ValueError"),
+        (0, "KeyboardInterrupt"),
+        (1, "SystemExit"),
+        (9, "None"),
+    ],
+)
+def test_adapter(tmp_path, on_error, who, kind):
     """An adapter that raises on one rank: all ranks raise."""
     (tmp_path / "broken_adapter.py").write_text(ADAPTER)
     info = tmp_path / "broken_adapter-1.0.dist-info"
@@ -178,15 +187,17 @@ def test_adapter(tmp_path, on_error, who):
     (info / "entry_points.txt").write_text("[mpicoll.plugins]\nbroken = broken_adapter\n")
     done = python(
         f"""
+        import sys
         import mpicoll
         from mpicoll.algorithms import Join
         from mpi4py import MPI
         MPI.COMM_WORLD
         try:
-            with Join([[{who}]], on_error={on_error!r}):
+            with Join([[{who}, {kind}]], on_error={on_error!r}):
                 pass
-        except mpicoll.errors.PluginError as error:
-            print("raised:", error, flush=True)
+        except BaseException as error:
+            sys.stdout.write(f"raised: {{type(error).__name__}} {{error}}\\n")
+            sys.stdout.flush()
             # Ends after everybody has: an end that is not zero stops the others.
             MPI.COMM_WORLD.Barrier()
             raise
@@ -199,5 +210,8 @@ def test_adapter(tmp_path, on_error, who):
         return
     assert done.code != 0
     assert done.out.count("raised:") == 2, (done.out, done.err)
-    assert "the adapter broke" in done.out
+    own = "PluginError" if kind == "ValueError" else kind
+    others = "PluginError" if on_error == "abort" else "JoinAborted"
+    assert sorted(re.findall(r"raised: (\w+)", done.out)) == sorted([own, others]), done.out
+    assert done.out.count("the adapter broke") == 2
     assert "finished" not in done.out
