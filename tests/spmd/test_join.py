@@ -533,3 +533,66 @@ def test_a_hook_that_uses_a_shadowed_communicator(world, works):
     with pytest.raises((RuntimeError, JoinAborted), match="whose collectives are shadowed"):
         body()
     works()
+
+
+# ---------------------------------------------------------------- observers
+
+
+@pytest.mark.parametrize("shadow", [False, True])
+def test_observers_see_every_collective(world, works, shadow):
+    """Paired, forward and backward, also those that a rank makes to keep the others company."""
+    adder = Adder(world)
+    started, finished = [], []
+    observer = watch.observe(started.append, finished.append)
+    try:
+        with Join([world] if shadow else [adder]):
+            for _ in range(1 + world.rank):
+                Join.notify_join_context(adder)
+                x = torch.ones(3 if shadow else 1, requires_grad=shadow)
+                y = world.Allreduce(x, mpicoll.MPI_SUM)
+                if shadow:
+                    y.sum().backward()
+    finally:
+        watch.stop(observer)
+    each = ["forward", "backward"] if shadow else ["forward"]
+    assert [event.direction for event in started] == each * world.size
+    assert started == finished, "the same objects, in the same order"
+    assert [event.seq for event in started] == sorted({event.seq for event in started})
+    for event in started:
+        assert (event.op, event.reduce_op, event.root) == ("Allreduce", "SUM", None)
+        assert (event.rank, event.size, event.error) == (world.rank, world.size, None)
+        assert event.dtype is torch.float32
+        assert event.t_start <= event.t_end
+        assert (event.count, event.nbytes) == ((3, 12) if shadow else (1, 4))
+    works()
+
+
+@several
+def test_observers_see_errors(world, works):
+    events = []
+    observer = watch.observe(lambda event: None, events.append)
+    try:
+        with pytest.raises(RuntimeError, match="root, rank 0, has run out"), Join([world]):
+            world.Bcast(ONE, 0) if world.rank else None
+    finally:
+        watch.stop(observer)
+    assert [(event.op, type(event.error)) for event in events] == (
+        [("Bcast", RuntimeError)] if world.rank else []
+    )
+    works()
+
+
+def test_an_observer_does_not_communicate(world, works):
+    def started(event):
+        with pytest.raises(RuntimeError, match="observer must not communicate"):
+            world.Barrier()
+        seen.append(event)
+
+    seen = []
+    observer = watch.observe(started, lambda event: None)
+    try:
+        world.Allreduce(ONE, mpicoll.MPI_SUM)
+    finally:
+        watch.stop(observer)
+    assert len(seen) == 1
+    works()
