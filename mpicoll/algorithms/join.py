@@ -74,9 +74,12 @@ class Join:
         The class of a joinable did not call ``Joinable.__init__``. On entry: a joinable, or their
         communicator, is in an active context already.
     TypeError
-        On entry: an object is not a Joinable, and no plugin can adapt it.
+        An object is not a Joinable, and no plugin can adapt it.
     PluginMismatchError
-        On entry, on all ranks: they have different plugins.
+        The ranks have different plugins: on all ranks.
+    PluginError
+        A plugin failed: on all ranks. With ``on_error="propagate"`` the ranks where none did
+        raise :class:`mpicoll.errors.JoinAborted`.
 
     Notes
     -----
@@ -91,6 +94,9 @@ class Join:
     (zeros in ``mpicoll.nn.functional``, whose shapes are fixed). What has no neutral element
     raises ``RuntimeError`` on all ranks: messages between two ranks, Bcast and Scatter whose root
     has run out, Alltoall with data for such a rank, Split, Dup and Free.
+
+    Entering is collective on the communicator of the joinables. So is making the context where an
+    object is to be adapted: on the communicator of the other joinables, the world if there is none.
 
     With ``on_error="propagate"`` every collective on the communicator of the context is preceded
     by a round, in which a failure becomes known. Where the others wait in something else for 15 s
@@ -139,6 +145,11 @@ class Join:
             if isinstance(thing, Joinable):
                 self._place(i, thing)
         self.joinables = [self._adapted(i, thing) for i, thing in enumerate(given)]
+        if not all(isinstance(thing, Joinable) for thing in given):
+            if self._enable:
+                self._agree(self._chosen, self._failure)
+            elif self._failure is not None:
+                raise self._failure
         # A communicator announces its collectives itself, so it comes first.
         self.joinables.sort(key=lambda thing: not isinstance(thing, Communicator))
 
@@ -150,12 +161,21 @@ class Join:
         try:
             plugins.load()
             made = plugins.adapt(thing, self._communicator, self._options, f"joinables[{i}]")
-        except BaseException as error:  # exits, too: the others wait on entry
-            self._failure = error  # told to all ranks on entry
+            self._chosen.append(made.plugin)
+            self._place(i, made.joinable)
+        except BaseException as error:  # exits, too: the others wait for this rank
+            self._failure = error
             return thing
-        self._chosen.append(made.plugin)
-        self._place(i, made.joinable)
         return made.joinable
+
+    def _agree(self, chosen: Sequence[str], failure: BaseException | None) -> None:
+        """Raise on all ranks where one has failed, or plugins differ."""
+        try:
+            plugins.agree(self._group, chosen, failure)
+        except PluginError as error:
+            if self._propagates and failure is None and error.failures:
+                raise JoinAborted(*error.failures[0]) from error
+            raise
 
     def _place(self, i: int, joinable: Any) -> None:
         """Check that a joinable can take part, on the communicator of the others."""
@@ -207,14 +227,12 @@ class Join:
 
     def __enter__(self) -> Join:
         if not self._enable:
-            if self._failure is not None:
-                raise self._failure
             return self
         if self._session is not None or any(id(j) in _contexts for j in self.joinables):
             raise RuntimeError(
                 "Join: this context, or one of its joinables, is in an active Join context already"
             )
-        Session.require_free(self._group._comm)
+        Session.require_free(plugins.core_of(self._group))
         self._compare_plugins()
         shadows = any(isinstance(j, Communicator) for j in self.joinables)
         by_all = bool(self._kwargs.get("divide_by_initial_world_size", False))
@@ -233,25 +251,19 @@ class Join:
         return self
 
     def _compare_plugins(self) -> None:
-        failure = self._failure
+        failure: BaseException | None = None
         extra: list[list[JoinHook]] = []
         chosen = list(self._chosen)
-        if failure is None:
-            try:
-                plugins.load()
-                for joinable in self.joinables:
-                    found = plugins.join_hooks(joinable, self._options)
-                    extra.append([hook for hook, _ in found])
-                    chosen += [plugin for _, plugin in found]
-            except BaseException as error:
-                failure = error
-        self._extra = extra
         try:
-            plugins.agree(self._group, chosen, failure)
-        except PluginError as error:
-            if self._propagates and failure is None and error.failures:
-                raise JoinAborted(*error.failures[0]) from error
-            raise
+            plugins.load()
+            for joinable in self.joinables:
+                found = plugins.join_hooks(joinable, self._options)
+                extra.append([hook for hook, _ in found])
+                chosen += [plugin for _, plugin in found]
+        except BaseException as error:
+            failure = error
+        self._extra = extra
+        self._agree(chosen, failure)
 
     def _make_hooks(self, session: Session) -> list[JoinHook]:
         hooks: list[JoinHook] = []
