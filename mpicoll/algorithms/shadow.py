@@ -215,7 +215,10 @@ def carry_out(
     wide = source.float() if source.dtype in _HALVES else source  # rounded once
     plain = Call(call.operation, call.comm)
     plain.__dict__.update(vars(call), op=ReduceOp.SUM, inplace=False, output=False)
-    result = (perform(plain, (wide,)) / call.divisor).to(source.dtype)
+    summed = perform(plain, (wide,))
+    parts = torch.view_as_real(summed) if summed.is_complex() else summed
+    parts /= call.divisor  # real and imaginary parts each, as the core does
+    result = summed.to(source.dtype)
     if not call.inplace and not call.output:
         return result
     target = tensors[0 if call.inplace else -1].detach()
