@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import watch
 
 if TYPE_CHECKING:
+    from .._core import mpi
     from ..algorithms import Joinable, JoinHook
     from ..communicator import Communicator
     from .manager import Manager
@@ -31,6 +32,7 @@ __all__ = [
     "ExtraHook",
     "adapt",
     "agree",
+    "core_of",
     "hookimpl",
     "join_hooks",
     "load",
@@ -104,8 +106,8 @@ def _at_first_use() -> None:
     try:
         load()
     except BaseException:
-        watch.at_first_use(_at_first_use)  # the next attempt fails, too
-        if not _agreeing:  # agree() has the problem already, and tells the other ranks
+        if not _agreeing:
+            watch.at_first_use(_at_first_use)  # the next attempt fails, too
             raise
 
 
@@ -172,6 +174,16 @@ def notify(event: str, **arguments: Any) -> None:
         _manager.notify("mpicoll_" + event, arguments)
 
 
+def core_of(comm: Communicator) -> mpi.Comm:
+    """The core of a communicator, also where the plugins cannot be loaded: agree() tells that."""
+    global _agreeing
+    _agreeing = True
+    try:
+        return comm._comm
+    finally:
+        _agreeing = False
+
+
 def agree(comm: Communicator, chosen: Sequence[str], failure: BaseException | None = None) -> None:
     """Let the ranks compare their plugins and what they chose. Collective.
 
@@ -195,12 +207,8 @@ def agree(comm: Communicator, chosen: Sequence[str], failure: BaseException | No
     BaseException
         `failure` itself on the ranks that gave one; the other ranks raise `PluginError`.
     """
-    global _agreeing
     from .agreement import compare
 
-    _agreeing = True
-    try:
-        core = comm._comm
-    finally:
-        _agreeing = False
+    core = core_of(comm)
+    watch.guard_of(core)  # raises in an observer, which may not enter a Join
     compare(core, None if _manager is None else _manager.identities(), chosen, failure)

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import re
 import threading
+import traceback
 import types
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -304,9 +305,11 @@ class Manager:
             if name in self._off:
                 return
             self._off.add(name)
+        place = traceback.extract_tb(error.__traceback__)[-1]
         logger.error(
-            "the plugin %s raised %s in %s; its observers are switched off",
-            name, type(error).__name__, hook, exc_info=error,
+            "the plugin %s raised %s in %s (%s:%s); its observers are switched off",
+            name, " ".join(repr(error).split()), hook, place.filename, place.lineno,
+            exc_info=error if logger.isEnabledFor(logging.DEBUG) else None,
         )  # fmt: skip
         left = [
             i for h in (_STARTED, _FINISHED) for i in self._observed[h]
