@@ -32,8 +32,6 @@ __all__ = [
     "ExtraHook",
     "adapt",
     "agree",
-    "core_of",
-    "hookimpl",
     "join_hooks",
     "load",
     "notify",
