@@ -17,7 +17,7 @@ from .ops import ReduceOp
 from .staging import cuda_aware_mpi_support, deactivate_cuda_aware_mpi_support
 
 if _TYPE_CHECKING:
-    from .plugins import hookimpl
+    from .plugins.specs import hookimpl
 
 __version__ = _version("mpicoll")
 

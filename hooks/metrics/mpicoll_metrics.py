@@ -59,7 +59,7 @@ class Metrics:
 
     def __init__(self, ranks: frozenset[int] | None = frozenset({0})) -> None:
         self.ranks = ranks
-        self.totals: dict[tuple[str, str, str], Total] = {}
+        self.totals: dict[tuple[str, str], Total] = {}
         self._pid = self._rank = -1
 
     @mpicoll.hookimpl
@@ -68,7 +68,8 @@ class Metrics:
         if self._pid < 0:
             self._begin()
         seconds = event.t_end - event.t_start
-        key = event.op, event.direction, event.reduce_op or ""
+        name = event.op if event.reduce_op is None else f"{event.op} {event.reduce_op}"
+        key = name, event.direction
         self.totals.setdefault(key, Total()).add(
             Total(1, int(event.error is not None), event.nbytes, seconds, seconds)
         )
@@ -93,9 +94,9 @@ class Metrics:
         from rich.table import Table
 
         title = f"mpicoll: collectives on rank {self._rank}"
-        table = Table(title=title, title_justify="left")
-        for name in ("operation", "direction", "reduction"):
-            table.add_column(name, no_wrap=True)
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        for name in ("collective", "direction"):
+            table.add_column(name)
         for name in ("calls", "failed", "bytes", "seconds", "mean ms", "longest ms"):
             table.add_column(name, justify="right", no_wrap=True)
         everything = Total()
@@ -103,8 +104,7 @@ class Metrics:
         for key, total in rows:
             everything.add(total)
             table.add_row(*key, *_numbers(total))
-        table.add_section()
-        table.add_row("all", "", "", *_numbers(everything))
+        table.add_row("all", "", *_numbers(everything))
         return table
 
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..algorithms import Joinable, JoinHook
     from ..communicator import Communicator
     from .manager import Manager
-    from .specs import hookimpl
 
 __all__ = [
     "GROUP",
@@ -94,7 +93,7 @@ def load() -> None:
             _manager = Manager(config.read())  # a plugin may communicate while it is imported
             _manager.load()
             _manager.complain()
-            _manager.watch()
+            _manager.observe()
         except BaseException as error:
             _manager, _problem = None, error
             raise

@@ -143,7 +143,7 @@ class Manager:
                 ) from (causes[0] if causes else None)
             warnings.warn(f"mpicoll: {problem}", RuntimeWarning, stacklevel=2)
 
-    def watch(self) -> None:
+    def observe(self) -> None:
         """Let the observers see what happens from now on."""
         for name in _OBSERVERS:
             self._observed[name] = self._implementations(name)

@@ -176,7 +176,7 @@ def mpicoll_collective_finished(event: Event) -> None:
 
 
 @hookspec
-def mpicoll_plugin_info() -> dict[str, Any]:
+def mpicoll_plugin_info() -> dict[str, Any]:  # type: ignore[empty-body]
     """What ``python -m mpicoll plugins`` shows of the plugin, as names and values.
 
     Returns

@@ -63,7 +63,7 @@ def managed():
         manager.load()
         if complain:
             manager.complain()
-        manager.watch()
+        manager.observe()
         return manager
 
     yield load
