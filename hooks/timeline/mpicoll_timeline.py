@@ -106,15 +106,13 @@ class Timeline:
         if os.getpid() != self._pid:
             return
         self._flush()
-        with self._file.open("a") as file:
-            file.write(json.dumps({"over": time.time()}) + "\n")
-        self._file.rename(self._over)
-        last = sum(1 for _ in self.parts.glob(f"*{OVER}")) >= self.size
-        if last or self.rank == 0:
-            with _alone(self.parts):
-                parts = read(self.parts, self.size, (_host(), self._began))
-                if parts:  # else another rank was faster
-                    merge(parts, self.target)
+        with _alone(self.parts):  # the last to come here sees that all others have
+            with self._file.open("a") as file:
+                file.write(json.dumps({"over": time.time()}) + "\n")
+            self._file.rename(self._over)
+            last = sum(1 for _ in self.parts.glob(f"*{OVER}")) >= self.size
+            if last or self.rank == 0:
+                merge(read(self.parts, self.size, (_host(), self._began)), self.target)
 
 
 def _host() -> str:
@@ -128,12 +126,8 @@ def _host() -> str:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """No other rank merges meanwhile. The lock goes with the process, however it ends."""
-    try:
-        descriptor = os.open(folder, os.O_RDONLY)
-    except FileNotFoundError:  # another rank has merged everything and removed the folder
-        yield
-        return
+    """No other rank ends its part meanwhile. The lock goes with the process, however it ends."""
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
@@ -154,7 +148,9 @@ def read(
     """
     parts = []
     for file in folder.glob("*.jsonl"):
-        head, *lines = file.read_text().splitlines()
+        head, *lines = file.read_text().splitlines() or [""]
+        if not head.endswith("}"):
+            continue  # not written yet
         part = json.loads(head) | {"events": [], "over": None}
         for line in lines:
             try:

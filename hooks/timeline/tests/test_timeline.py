@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import pathlib
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+import types
 
 import mpicoll_timeline
 import pytest
@@ -167,6 +170,30 @@ def test_a_file_that_cannot_be_written_ends_the_timeline_and_nothing_else(tmp_pa
     assert code == 0, said
     assert said.count("done") == 2
     assert said.count("its observers are switched off") == 2  # once per rank
+
+
+def test_a_part_does_not_end_while_another_rank_merges(tmp_path):
+    timeline = mpicoll_timeline.Timeline(tmp_path / "t.json")
+    names = (*mpicoll_timeline._FIELDS, "dtype", "error")
+    event = types.SimpleNamespace(**dict.fromkeys(names), t_start=1.0, t_end=2.0)
+    timeline.mpicoll_collective_finished(event)
+    atexit.unregister(timeline.close)
+    part = timeline.parts / "0.jsonl"
+    ending = threading.Thread(target=timeline.close)
+    with mpicoll_timeline._alone(timeline.parts):
+        ending.start()
+        ending.join(0.3)
+        assert ending.is_alive()
+        assert mpicoll_timeline.read(timeline.parts)[0]["over"] is None
+    ending.join(20)
+    assert not part.exists()
+    assert len(slices(json.loads((tmp_path / "t.json").read_text()))) == 1
+
+
+def test_a_part_of_which_nothing_is_written_yet(tmp_path):
+    (tmp_path / "0.jsonl").write_text("")
+    (tmp_path / "1.jsonl").write_text('{"rank": 1, "si')
+    assert mpicoll_timeline.read(tmp_path) == []
 
 
 # ---------------------------------------------------------------- clocks
