@@ -83,6 +83,7 @@ class Communicator:
 
     def _make(self) -> mpi.Comm:
         mpi.bind()
+        watch.require_unobserved()  # making the channels is collective
         watch.first_use()
         settings = config.read()
         if settings.chunk_bytes is not None:

@@ -33,6 +33,7 @@ __all__ = [
     "observing",
     "refuse",
     "release",
+    "require_unobserved",
     "run",
     "stop",
     "taking_part",
@@ -183,12 +184,18 @@ def release(comm: mpi.Comm) -> None:
     _switch()
 
 
-def guard_of(comm: mpi.Comm) -> Guard | None:
-    """Who has taken over the collectives on `comm`."""
+def require_unobserved() -> None:
+    """Raise RuntimeError in an observer, and in a plugin that is being imported."""
     if _observing and threading.get_ident() in _observing:
         raise RuntimeError(
-            "an observer must not communicate: the other ranks may have nothing to observe"
+            "an observer must not communicate, nor a plugin while it is imported: the other ranks "
+            "may not have it, or nothing to observe"
         )
+
+
+def guard_of(comm: mpi.Comm) -> Guard | None:
+    """Who has taken over the collectives on `comm`."""
+    require_unobserved()
     return _guards.get(comm)
 
 

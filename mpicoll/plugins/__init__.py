@@ -90,7 +90,7 @@ def load() -> None:
         from .manager import Manager
 
         try:
-            _manager = Manager(config.read())  # a plugin may communicate while it is imported
+            _manager = Manager(config.read())
             _manager.load()
             _manager.complain()
             _manager.observe()
@@ -207,5 +207,5 @@ def agree(comm: Communicator, chosen: Sequence[str], failure: BaseException | No
     from .agreement import compare
 
     core = core_of(comm)
-    watch.guard_of(core)  # raises in an observer, which may not enter a Join
+    watch.require_unobserved()
     compare(core, None if _manager is None else _manager.identities(), chosen, failure)

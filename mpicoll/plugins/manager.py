@@ -174,7 +174,8 @@ class Manager:
 
     def _import(self, plugin: Plugin, point: EntryPoint) -> None:
         try:
-            plugin.object = point.load()
+            with watch.observing():  # what is imported on this rank only must not communicate
+                plugin.object = point.load()
         except (Exception, SystemExit) as error:
             _fail(plugin, f"importing {plugin.value} raised {type(error).__name__}: {error}", error)
             return

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
+import re
 import sys
 import types
+from pathlib import Path
 
 import pluggy
 import pytest
@@ -176,6 +179,10 @@ def test_a_name_that_nothing_brings_is_told(install, managed):
 REFUSED = {
     "raises when imported": ("1 / 0", "importing .* raised ZeroDivisionError"),
     "exits when imported": ("raise SystemExit(0)", "importing .* raised SystemExit"),
+    "communicates when imported": (
+        "import torch, mpicoll; mpicoll.COMM_SELF.Allreduce(torch.ones(1))",
+        "nor a plugin while it is imported",
+    ),
     "hook of another version": ("mpicoll_hook_api = 2", "mpicoll_hook_api 2, but .* has 1"),
     "unknown hook": (
         "import mpicoll\n@mpicoll.hookimpl\ndef mpicoll_join_begun(context): pass",
@@ -397,6 +404,9 @@ MISCHIEF = {
     ),
     "gathers": ("import torch; mpicoll.COMM_SELF.Allgather(torch.ones(1), 0)", RuntimeError),
     "duplicates": ("mpicoll.COMM_SELF.Dup()", RuntimeError),
+    "wraps": (
+        "from mpi4py import MPI; mpicoll.comm_from_mpi4py(MPI.COMM_SELF.Dup())", RuntimeError,
+    ),
     "splits": ("mpicoll.COMM_SELF.Split(0)", RuntimeError),
 }  # fmt: skip
 
@@ -487,6 +497,18 @@ def test_events(install, managed):
 def test_the_marker_is_pluggys():
     assert isinstance(mpicoll.hookimpl, pluggy.HookimplMarker)
     assert mpicoll.hookimpl is plugins.hookimpl is specs.hookimpl
+
+
+def test_every_hook_is_documented():
+    page = Path(__file__).resolve().parents[2] / "docs" / "reference" / "plugins.rst"
+    documented = re.findall(r"^\.\. autofunction:: (mpicoll_\w+)$", page.read_text(), re.MULTILINE)
+    assert sorted(documented) == [n for n in specs.__all__ if n.startswith("mpicoll_")]
+    for name in documented:
+        described = re.findall(
+            r"^(\w+)\n    \S", inspect.cleandoc(getattr(specs, name).__doc__), re.M
+        )
+        arguments = list(inspect.signature(getattr(specs, name)).parameters)
+        assert described[: len(arguments)] == arguments, name
 
 
 def test_the_hooks():
