@@ -67,6 +67,7 @@ class Metrics:
         """Add an event to its total."""
         if self._pid < 0:
             self._begin()
+        assert event.t_end is not None
         seconds = event.t_end - event.t_start
         name = event.op if event.reduce_op is None else f"{event.op} {event.reduce_op}"
         key = name, event.direction
