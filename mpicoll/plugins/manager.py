@@ -286,20 +286,24 @@ class Manager:
 
     def notify(self, hook: str, given: Mapping[str, Any]) -> None:
         """Call the observers of one event; whatever goes wrong in one ends with it."""
-        for implementation in self._observed.get(hook, ()):
+        if self._observed.get(hook):
+            with watch.observing():
+                self._call(hook, given)
+
+    def _started(self, event: watch.Event) -> None:
+        self._call(_STARTED, {"event": event})  # watch sees to it that nobody communicates
+
+    def _finished(self, event: watch.Event) -> None:
+        self._call(_FINISHED, {"event": event})
+
+    def _call(self, hook: str, given: Mapping[str, Any]) -> None:
+        for implementation in self._observed[hook]:
             if implementation.plugin_name in self._off:
                 continue
             try:
-                with watch.observing():
-                    implementation.function(*(given[name] for name in implementation.argnames))
+                implementation.function(*(given[name] for name in implementation.argnames))
             except BaseException as error:  # also exits: an observer does not end the job
                 self._switch_off(implementation.plugin_name, hook, error)
-
-    def _started(self, event: watch.Event) -> None:
-        self.notify(_STARTED, {"event": event})
-
-    def _finished(self, event: watch.Event) -> None:
-        self.notify(_FINISHED, {"event": event})
 
     def _switch_off(self, name: str, hook: str, error: BaseException) -> None:
         with _lock:
