@@ -45,4 +45,4 @@ intersphinx_mapping = {
 }
 
 # What the extension "completeness" holds the pages to.
-public_modules = ["mpicoll", "mpicoll.nn.functional", "mpicoll.algorithms"]
+public_modules = ["mpicoll", "mpicoll.nn.functional", "mpicoll.algorithms", "mpicoll.plugins"]

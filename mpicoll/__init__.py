@@ -1,19 +1,23 @@
 """Differentiable MPI communication for stock PyTorch, on any MPI.
 
-Importing mpicoll neither initialises MPI nor touches CUDA: the first communicating call does
-what ``from mpi4py import MPI`` does.
+Importing mpicoll neither initialises MPI nor touches CUDA, and loads no plugin: the first
+communicating call does that, and what ``from mpi4py import MPI`` does.
 """
 
 from importlib.metadata import version as _version
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from . import nn
+from . import nn, plugins
 from .autograd import JoinDummies
 from .autograd.point_to_point import JoinDummiesHandle, WaitHandle
 from .communicator import COMM_SELF, COMM_WORLD, Communicator, comm_from_mpi4py
-from .errors import MPIError
+from .errors import MPIError, PluginError, PluginMismatchError
 from .helpers import copy_to_group, reduce_from_group
 from .ops import ReduceOp
 from .staging import cuda_aware_mpi_support, deactivate_cuda_aware_mpi_support
+
+if _TYPE_CHECKING:
+    from .plugins.specs import hookimpl
 
 __version__ = _version("mpicoll")
 
@@ -51,12 +55,22 @@ __all__ = [
     "JoinDummiesHandle",
     "MPIError",
     "MPI_Communicator",
+    "PluginError",
+    "PluginMismatchError",
     "ReduceOp",
     "WaitHandle",
     "comm_from_mpi4py",
     "copy_to_group",
     "cuda_aware_mpi_support",
     "deactivate_cuda_aware_mpi_support",
+    "hookimpl",
     "nn",
+    "plugins",
     "reduce_from_group",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "hookimpl":  # the marker is pluggy's, which only plugins need
+        return plugins.hookimpl
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The command line: what mpicoll is running on. Nobody imports this."""
+"""The command line: what mpicoll is running on, and its plugins. Nobody imports this."""
 
 from __future__ import annotations
 
@@ -45,6 +45,80 @@ def info(as_json: bool) -> None:
     else:
         _show(facts)
     sys.stdout.flush()
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of a table.")
+@click.option("--check", is_flag=True, help="Exit with 1 if a plugin has a problem.")
+def plugins(as_json: bool, check: bool) -> None:
+    """Say which plugins there are, what they do, and what is wrong with them.
+
+    Imports the plugins. Under mpiexec the ranks are compared and rank 0 prints.
+    """
+    try:
+        found = find_plugins()
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    ranks, rank = _of_all_ranks(found)
+    found["ranks"] = len(ranks)
+    found["problems"] = _problems(ranks)
+    if not rank:
+        if as_json:
+            click.echo(json.dumps(found, indent=2, default=str))
+        else:
+            _show_plugins(found)
+        sys.stdout.flush()
+    if check and found["problems"]:
+        raise SystemExit(1)
+
+
+def find_plugins() -> dict[str, Any]:
+    """What this process finds; loading it changes nothing for the programs that mpicoll serves."""
+    from . import config
+    from .plugins import GROUP, HOOK_API
+    from .plugins.manager import Manager
+
+    manager = Manager(config.read())
+    manager.load()
+    shown = ("name", "distribution", "version", "value", "state", "reason", "hooks")
+    return {
+        "entry point group": GROUP,
+        "hook api": HOOK_API,
+        "plugins": [
+            {name: getattr(plugin, name) for name in shown} | {"info": manager.info(plugin)}
+            for plugin in manager.plugins
+        ],
+        "problems": manager.problems(),
+    }
+
+
+def _of_all_ranks(found: dict[str, Any]) -> tuple[list[dict[str, Any]], int]:
+    """What every rank finds, and the number of this one; just this one where MPI does not run."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError):  # to look at plugins, no MPI is needed
+        return [found], 0
+    text = json.dumps(found, default=str)
+    return [json.loads(t) for t in MPI.COMM_WORLD.allgather(text)], MPI.COMM_WORLD.Get_rank()
+
+
+def _problems(ranks: list[dict[str, Any]]) -> list[str]:
+    """The problems of all ranks, and in what the ranks differ; a problem of all is said once."""
+    every = [f["problems"] for f in ranks]
+    problems = [p for p in every[0] if all(p in other for other in every)]
+    for rank, own in enumerate(every):
+        problems += [f"rank {rank}: {p}" for p in own if p not in problems]
+    loaded = [
+        [f"{p['name']} ({p['distribution']} {p['version']})" for p in f["plugins"]
+         if p["state"] == "loaded"]
+        for f in ranks
+    ]  # fmt: skip
+    for rank, names in enumerate(loaded[1:], 1):
+        for label in dict.fromkeys([*loaded[0], *names]):
+            if (label in names) != (label in loaded[0]):
+                there, missing = (rank, 0) if label in names else (0, rank)
+                problems.append(f"rank {there} loads {label}, rank {missing} does not")
+    return problems
 
 
 def collect() -> tuple[dict[str, Any], int]:
@@ -131,3 +205,31 @@ def _show(facts: dict[str, Any]) -> None:
             style = "bold red"
         table.add_row(name, Text(str(value), style=style))
     Console().print(table)
+
+
+def _show_plugins(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("plugin", no_wrap=True)
+    table.add_column("from", overflow="fold")
+    table.add_column("state", no_wrap=True)
+    table.add_column("hooks", overflow="fold")
+    styles = {"loaded": "green", "blocked": "yellow", "failed": "bold red"}
+    for plugin in found["plugins"]:
+        lines = [name.removeprefix("mpicoll_") for name in plugin["hooks"]]
+        lines += [f"{name}: {value}" for name, value in plugin["info"].items()]
+        if plugin["reason"]:
+            lines.append(plugin["reason"])
+        table.add_row(
+            Text(plugin["name"]),
+            Text(f"{plugin['distribution']} {plugin['version']}\n{plugin['value']}"),
+            Text(plugin["state"], style=styles[plugin["state"]]),
+            Text("\n".join(lines)),
+        )
+    console = Console()
+    console.print(table)
+    for problem in found["problems"]:
+        console.print(Text(problem, style="bold red"))

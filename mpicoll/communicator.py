@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.autograd import forward_ad
 
-from . import config
+from . import config, watch
 from ._core import buffers, collectives, mpi, point_to_point
 from .arguments import (
     as_axis,
@@ -44,6 +44,7 @@ __all__ = [
 
 _express = collectives.express
 _ALLREDUCE = CODES["Allreduce"]
+_MESSAGE = "a message between two ranks has no neutral element, and the other may have left"
 
 
 class Communicator:
@@ -82,6 +83,8 @@ class Communicator:
 
     def _make(self) -> mpi.Comm:
         mpi.bind()
+        watch.require_unobserved()  # making the channels is collective
+        watch.first_use()
         settings = config.read()
         if settings.chunk_bytes is not None:
             mpi.limits(chunk_bytes=settings.chunk_bytes)
@@ -102,8 +105,10 @@ class Communicator:
         child._finalizer.atexit = False
         return child
 
-    def _bury(self) -> None:
-        """Free the children that were dropped on every rank. Collective."""
+    def _bury(self, call: str) -> None:
+        """Free the children that were dropped on every rank. Collective; the start of `call`."""
+        if watch.on:
+            watch.refuse(self._comm, call, "it needs all ranks; call it before the context")
         self._children += 1  # the number of what is made next, on every rank
         _bury(self._comm, self._dropped)
 
@@ -131,7 +136,7 @@ class Communicator:
             raise ValueError(f"Free: {self._name} has been freed already")
         if self._finalizer is not None:
             self._finalizer.detach()
-        self._bury()
+        self._bury("Free")
         _report_unanswered(comm, self._name)
         comm.free()
         if self._owned:
@@ -183,7 +188,7 @@ class Communicator:
         MPI-4.1, section 7.4.2.
         """
         base = self.to_mpi4py()
-        self._bury()
+        self._bury("Dup")
         return self._child(base.Dup(), f"Dup of {self._name}")
 
     def Split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -219,7 +224,7 @@ class Communicator:
             if not -(1 << 31) <= value < 1 << 31:
                 raise ValueError(f"Split: {name} is {value}; it must fit 32 bits")
         base = self.to_mpi4py()
-        self._bury()
+        self._bury("Split")
         part = base.Split(MPI.UNDEFINED if color is None else color, key)
         if part == MPI.COMM_NULL:
             return None
@@ -232,7 +237,11 @@ class Communicator:
         ----------
         MPI-4.1, section 6.3.
         """
-        collectives.barrier(self._comm)
+        comm = self._comm
+        if watch.on:
+            watch.barrier(comm, lambda: collectives.barrier(comm))
+        else:
+            collectives.barrier(comm)
 
     # ------------------------------------------------------------ reductions
 
@@ -437,7 +446,7 @@ class Communicator:
             )
         mine = as_numelem("Reduce_scatter", "numelem", numelem)
         self._differentiable("Reduce_scatter", reduction, tensor)
-        rows = exchange_rows(comm, USER, tensor, (axis, int(reduction), mine))
+        rows = exchange_rows("Reduce_scatter", comm, USER, tensor, (axis, int(reduction), mine))
         require_alike("Reduce_scatter", comm, rows, ("scatteraxis", "op"))
         scattered = [row.numbers[2] for row in rows]
         _require_sum("Reduce_scatter", comm, scattered, tensor.shape[axis], axis)
@@ -677,7 +686,7 @@ class Communicator:
         axis = as_axis(name, "gatheraxis", gatheraxis, tensor.dim())
         rooted = "root" in OPERATIONS[name].arguments
         where = as_root(name, "root", root, comm.size) if rooted else -1
-        rows = exchange_rows(comm, USER, tensor, (axis, where))
+        rows = exchange_rows(name, comm, USER, tensor, (axis, where))
         require_alike(name, comm, rows, ("gatheraxis", "root"), free=(axis,))
         gathered = [row.shape[axis] for row in rows]
         shape = list(tensor.shape)
@@ -744,7 +753,7 @@ class Communicator:
         mine = as_numelem("Scatter", "numelem", numelem)
         raw = _index("Scatter", "scatteraxis", scatteraxis)
         short = max(-65, min(65, raw))  # of the right size to send; no tensor has such an axis
-        rows = exchange_rows(comm, USER, tensor, (where, short, mine))
+        rows = exchange_rows("Scatter", comm, USER, tensor, (where, short, mine))
         _require_same("Scatter", comm, rows, 0, "root")
         source = rows[where]
         theirs = source.numbers[1]
@@ -808,7 +817,7 @@ class Communicator:
         gather = as_axis("Alltoall", "gatheraxis", gatheraxis, tensor.dim())
         scatter = as_axis("Alltoall", "scatteraxis", scatteraxis, tensor.dim())
         mine = as_numelem("Alltoall", "numelem", numelem)
-        rows = exchange_rows(comm, USER, tensor, (gather, scatter, mine))
+        rows = exchange_rows("Alltoall", comm, USER, tensor, (gather, scatter, mine))
         require_alike("Alltoall", comm, rows, ("gatheraxis", "scatteraxis"), free=(gather,))
         gathered = [row.shape[gather] for row in rows]
         scattered = [row.numbers[2] for row in rows]
@@ -869,6 +878,8 @@ class Communicator:
         MPI-4.1, section 3.7.2.
         """
         comm = self._comm
+        if watch.on:
+            watch.refuse(comm, "Isend", _MESSAGE)
         check_tensor("Isend", "tensor", tensor)
         peer = as_peer("Isend", "dest", dest, comm.size)
         return messages.isend(comm, tensor, peer, as_tag("Isend", "tag", tag, mpi.tag_ub()))
@@ -907,6 +918,8 @@ class Communicator:
         MPI-4.1, section 3.7.2.
         """
         comm = self._comm
+        if watch.on:
+            watch.refuse(comm, "Irecv", _MESSAGE)
         check_tensor("Irecv", "tensor", tensor)
         check_writable("Irecv", "tensor", tensor)
         peer = as_peer("Irecv", "source", source, comm.size)
@@ -971,6 +984,8 @@ class Communicator:
         ----------
         MPI-4.1, section 3.2.1.
         """
+        if watch.on:
+            watch.refuse(self._comm, "Send", _MESSAGE)
         return messages.complete(self.Isend(tensor, dest, tag))
 
     def Recv(self, tensor: torch.Tensor, source: int | None, tag: int) -> torch.Tensor:
@@ -999,6 +1014,8 @@ class Communicator:
         ----------
         MPI-4.1, section 3.2.4.
         """
+        if watch.on:
+            watch.refuse(self._comm, "Recv", _MESSAGE)
         return messages.complete(self.Irecv(tensor, source, tag))
 
     def Sendrecv(
@@ -1046,6 +1063,8 @@ class Communicator:
         MPI-4.1, section 3.10.
         """
         comm = self._comm
+        if watch.on:
+            watch.refuse(comm, "Sendrecv", _MESSAGE)
         check_tensor("Sendrecv", "sendtensor", sendtensor)
         check_tensor("Sendrecv", "recvtensor", recvtensor)
         check_writable("Sendrecv", "recvtensor", recvtensor)

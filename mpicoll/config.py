@@ -22,11 +22,23 @@ class Settings:
     pool_bytes
         ``MPICOLL_POOL_BYTES``: how many bytes of the memory of dead results are kept for new ones
         (512 MiB by default; 0: none).
+    disabled_plugins
+        ``MPICOLL_DISABLE_PLUGINS``: entry-point or distribution names, separated by commas, of
+        plugins that are not imported; ``all`` for every installed one.
+    allowed_plugins
+        ``MPICOLL_PLUGINS``: the only plugins that are imported, by the same names; None (not set):
+        all that are installed.
+    plugin_errors
+        ``MPICOLL_PLUGIN_ERRORS``: ``"raise"`` (the default) or ``"warn"`` when a plugin cannot be
+        loaded.
     """
 
     cuda_aware: bool | None = None
     chunk_bytes: int | None = None
     pool_bytes: int | None = None
+    disabled_plugins: tuple[str, ...] = ()
+    allowed_plugins: tuple[str, ...] | None = None
+    plugin_errors: str = "raise"
 
 
 def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
@@ -48,8 +60,19 @@ def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
     pool = environ.get("MPICOLL_POOL_BYTES")
     if pool and not pool.isdigit():
         raise ValueError(f"MPICOLL_POOL_BYTES is {pool!r}; it must be a whole number of bytes")
+    errors = environ.get("MPICOLL_PLUGIN_ERRORS") or "raise"
+    if errors not in ("raise", "warn"):
+        raise ValueError(f"MPICOLL_PLUGIN_ERRORS is {errors!r}; it must be raise or warn")
+    allowed = environ.get("MPICOLL_PLUGINS")
     return Settings(
         cuda_aware=None if not aware else aware == "1",
         chunk_bytes=int(chunk) if chunk else None,
         pool_bytes=int(pool) if pool else None,
+        disabled_plugins=_names(environ.get("MPICOLL_DISABLE_PLUGINS", "")),
+        allowed_plugins=None if allowed is None else _names(allowed),
+        plugin_errors=errors,
     )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name for name in (part.strip() for part in text.split(",")) if name)

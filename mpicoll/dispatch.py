@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import watch
 from ._core import collectives, mpi
 from .ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
 from .staging import (
@@ -73,6 +74,10 @@ class Call:
     adjoint
         Where one elementwise call is the whole adjoint and the input a plain tensor: that call's
         number, reduction, root and direction, for the core.
+    divisor
+        What AVG divides by; 0: the number of ranks. Set by :class:`algorithms.Join`, as is
+    present
+        The ranks whose tensors count; None: all.
     """
 
     # Defaults live on the class: a call sets what it has, and making one stays cheap.
@@ -93,6 +98,8 @@ class Call:
     largest: int = 0
     longest: int = 0
     adjoint: tuple[int, int, int, bool] | None = None
+    divisor: int = 0
+    present: tuple[int, ...] | None = None
 
     def __init__(self, operation: Operation, comm: mpi.Comm, **given: Any) -> None:
         self.operation = operation
@@ -125,9 +132,10 @@ class Call:
 
 def run(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Carry out `call` and return its result: a new tensor, or the one that it was to fill."""
-    if call.operation.pattern == "elementwise":
-        return _elementwise(call, tensors)
-    return _blocks(call, tensors)
+    perform = _elementwise if call.operation.pattern == "elementwise" else _blocks
+    if watch.on:
+        return watch.run(call, tensors, perform)
+    return perform(call, tensors)
 
 
 # ---------------------------------------------------------------- the same shape on every rank

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-__all__ = ["MPIError"]
+from collections.abc import Sequence
+
+__all__ = [
+    "CollectiveMismatchError",
+    "JoinAborted",
+    "MPIError",
+    "PluginError",
+    "PluginMismatchError",
+]
 
 
 class MPIError(RuntimeError):
@@ -34,3 +42,43 @@ class MPIError(RuntimeError):
 
     def __str__(self) -> str:
         return f"{self.call} failed: {self.text} (error class {self.error_class}, code {self.code})"
+
+
+class PluginError(RuntimeError):
+    """A plugin cannot be loaded, or an adapter of it failed; the message names it.
+
+    Attributes
+    ----------
+    failures
+        Where it happened on other ranks: their ranks, with class and text of their exceptions.
+    """
+
+    failures: Sequence[tuple[int, str]] = ()
+
+
+class PluginMismatchError(RuntimeError):
+    """The ranks have different plugins, or adapt a joinable differently; raised on all of them."""
+
+
+class CollectiveMismatchError(RuntimeError):
+    """The ranks did not make the same call."""
+
+
+class JoinAborted(RuntimeError):
+    """Another rank left a Join context with an exception.
+
+    Parameters
+    ----------
+    rank
+        That rank, in the communicator of the context.
+    reason
+        Its exception: class and text.
+    """
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} left the Join context with {self.reason}"

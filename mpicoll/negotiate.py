@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import torch
 
+from . import watch
 from ._core import collectives, mpi
+from .dispatch import USER
 from .staging import code_of, name_of, plan_for
 
-__all__ = ["Row", "exchange_rows", "require_alike", "shape_text"]
+__all__ = ["Row", "agree", "broadcast", "exchange_rows", "require_alike", "shape_text", "swap"]
 
 _INLINE = 8  # dimensions that travel with the row; longer shapes follow in a second round
 
@@ -31,7 +33,7 @@ class Row(NamedTuple):
 
 
 def exchange_rows(
-    comm: mpi.Comm, channel: int, tensor: torch.Tensor, numbers: Sequence[int]
+    call: str, comm: mpi.Comm, channel: int, tensor: torch.Tensor, numbers: Sequence[int]
 ) -> list[Row]:
     """Give this rank's row; return those of all ranks, in rank order."""
     shape = tuple(tensor.shape)
@@ -44,6 +46,10 @@ def exchange_rows(
         *numbers,
     )
     n = len(head)
+    if watch.on:
+        told = watch.agree(comm, call, (*head, *shape))
+        if told is not None:
+            return _with_absent(call, comm, [None if row is None else _row(row, n) for row in told])
     inline = (*shape[:_INLINE], *(0,) * (_INLINE - len(shape)))
     rows = collectives.agree(comm, channel, (*head, *inline))
     longest = max(row[1] for row in rows)
@@ -55,6 +61,91 @@ def exchange_rows(
         Row(row[0], row[1], row[2], row[3], row[4:n], (row[n:] + tuple(tail))[: row[1]])
         for row, tail in zip(rows, tails, strict=True)
     ]
+
+
+def _row(told: tuple[int, ...], n: int) -> Row:
+    return Row(told[0], told[1], told[2], told[3], told[4:n], told[n:])
+
+
+def _with_absent(call: str, comm: mpi.Comm, rows: Sequence[Row | None]) -> list[Row]:
+    """Fill in the ranks that have left a Join: they give nothing, and keep what nobody asks for."""
+    absent = [r for r, row in enumerate(rows) if row is None]
+    first = next(row for row in rows if row is not None)
+    if call == "Scatter":
+        source = rows[first.numbers[0]]
+        if source is None:
+            watch.refuse(comm, call, f"its root, rank {first.numbers[0]}, has run out of inputs")
+            raise AssertionError("not reached")
+        first, axis = source, source.numbers[1]
+    else:
+        axis = first.numbers[0]
+    present = [row for row in rows if row is not None]
+    shape = list(first.shape)
+    if call in ("Gather", "Allgather", "Alltoall"):
+        shape[axis] = 0
+    shares: Sequence[int] = [0] * len(absent)
+    if call not in ("Gather", "Allgather"):
+        whole = first.shape[axis] if -first.ndim <= axis < first.ndim else 0
+        if call == "Alltoall":
+            gather, scatter = first.numbers[:2]
+            same = gather == scatter
+            whole = sum(r.shape[gather] for r in present) if same else first.shape[scatter]
+        rest = whole - sum(row.numbers[2] for row in present)
+        if call == "Alltoall" and absent and rest > 0:
+            ranks = ", ".join(map(str, absent))
+            watch.refuse(
+                comm,
+                call,
+                f"{rest} of the {whole} elements along the scatteraxis are for ranks ({ranks}) "
+                "that have run out of inputs",
+            )
+        # As a sequence is cut into nearly equal parts, the first ones longer.
+        shares = [(max(rest, 0) + len(absent) - 1 - k) // len(absent) for k in range(len(absent))]
+    filled = list(rows)
+    for r, share in zip(absent, shares, strict=True):
+        numbers = (*first.numbers[:2], share)[: len(first.numbers)]
+        filled[r] = first._replace(wants_grad=0, numbers=numbers, shape=tuple(shape))
+    return [row for row in filled if row is not None]
+
+
+def agree(
+    call: str, comm: mpi.Comm, numbers: tuple[int, ...], absent: tuple[int, ...]
+) -> Sequence[tuple[int, ...]]:
+    """The `numbers` of all ranks; `absent` for those that have left a Join."""
+    if watch.on:
+        told = watch.agree(comm, call, numbers)
+        if told is not None:
+            return [absent if row is None else row for row in told]
+    return collectives.agree(comm, USER, numbers)
+
+
+def broadcast(call: str, comm: mpi.Comm, numbers: tuple[int, ...], root: int) -> tuple[int, ...]:
+    """The root's `numbers`; all ranks give equally many. The root has not left a Join."""
+    if watch.on:
+        told = watch.agree(comm, call, numbers)
+        if told is not None:
+            row = told[root]
+            assert row is not None
+            return row
+    return collectives.broadcast(comm, USER, numbers, root)
+
+
+def swap(call: str, comm: mpi.Comm, sends: Sequence[int], receives: Sequence[int]) -> Sequence[int]:
+    """What every rank means to send to this one."""
+    if watch.on:
+        told = watch.agree(comm, call, (*sends, *receives))
+        if told is not None:
+            for absent in (r for r, row in enumerate(told) if row is None):
+                for r, row in enumerate(told):
+                    if row is not None and (row[absent] or row[comm.size + absent]):
+                        watch.refuse(
+                            comm,
+                            call,
+                            f"rank {r} sends {row[absent]} elements to rank {absent} and expects "
+                            f"{row[comm.size + absent]} of it, which has run out of inputs",
+                        )
+            return [0 if row is None else row[comm.rank] for row in told]
+    return collectives.swap(comm, USER, sends)
 
 
 def shape_text(rows: Sequence[Row]) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import watch
 from ..dispatch import BACKWARD, Call
 from ..ops import OPERATIONS, REDUCTIONS, ReduceOp
 from . import functions
@@ -19,7 +20,7 @@ def adjoint(call: Call, saved: Sequence[torch.Tensor], gradient: torch.Tensor) -
     if whole is not None:
         return functions.apply(whole, gradient)
     if call.op is ReduceOp.AVG:
-        return _spread(call, gradient) / call.comm.size
+        return _average(call, gradient)
     if call.derivative == "winner":
         tensor, result = saved
         return _winner(call, tensor, result, gradient)
@@ -32,8 +33,10 @@ def whole_adjoint(call: Call) -> Call | None:
         return call.dual()
     if call.op is ReduceOp.AVG:
         dual = call.dual()
-        if dual.op is ReduceOp.SUM:  # one rounding for 16-bit floats, as in forward
-            dual.op = ReduceOp.AVG
+        divisor = call.divisor or call.comm.size
+        # one rounding for 16-bit floats, as in forward
+        if dual.op is ReduceOp.SUM and divisor == call.comm.size:
+            dual.op, dual.divisor = ReduceOp.AVG, divisor
             return dual
     return None
 
@@ -41,6 +44,39 @@ def whole_adjoint(call: Call) -> Call | None:
 def _spread(call: Call, gradient: torch.Tensor) -> torch.Tensor:
     """G: the gradients of the results, summed where an element has several, at the input."""
     return functions.apply(call.dual(), gradient)
+
+
+def _average(call: Call, gradient: torch.Tensor) -> torch.Tensor:
+    dual = call.dual()
+    divisor = call.divisor or call.comm.size
+    if dual.op is not ReduceOp.SUM:
+        return functions.apply(dual, gradient) / divisor
+    return (functions.apply(dual, _wide(gradient)) / divisor).to(gradient.dtype)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in a dtype in which 16-bit floats are added."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def _require_presence(call: Call) -> tuple[int, ...] | None:
+    """The ranks that still take part, under Join; an error on all if one has left since forward.
+
+    What an absent rank contributed in forward is not known to the others.
+    """
+    if not watch.on:
+        return None
+    everybody = tuple(range(call.comm.size))
+    now = watch.taking_part(call.comm)
+    if (now or everybody) != (call.present or everybody):
+        assert call.op is not None
+        watch.refuse(
+            call.comm,
+            f"{call.operation.name} of {call.op.name}",
+            f"its gradient is wanted from ranks {now or everybody}, but ranks "
+            f"{call.present or everybody} took part in it; call backward() in the same iteration",
+        )
+    return now
 
 
 def _replicate(call: Call, result: torch.Tensor) -> torch.Tensor:
@@ -63,6 +99,9 @@ def _winner(
     """MAX, MIN: to the ranks whose element is the result, ties share evenly."""
     assert call.op is not None
     total = _spread(call, gradient)
+    present = _require_presence(call)
+    if present and call.root >= 0 and call.root not in present:
+        return total  # zeros: nobody has the result
     # As it came out of the call; the caller's tensor that it filled may have another shape.
     best = _replicate(call, result.detach().reshape(gradient.shape))
     mine = tensor.detach() == best
@@ -72,13 +111,30 @@ def _winner(
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM).clamp(min=1)
     else:
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM)
+    if present:  # nobody has the pieces of ranks that are gone; theirs is the gradient zero
+        count = torch.where(best.isnan(), count, count.clamp(min=1))
     return total * (mine.to(total.dtype) / count)
 
 
 def _product(call: Call, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """PROD: times the product of the other ranks' elements, exact also where some are zero."""
     total = _spread(call, gradient)
-    return total * _others(call, tensor).conj()
+    present = _require_presence(call)
+    others = _others(call, tensor) if present is None else _present(call, tensor, present)
+    return total * others.conj()
+
+
+def _present(call: Call, tensor: torch.Tensor, present: Sequence[int]) -> torch.Tensor:
+    """:func:`_others`, where ranks that do not take part any more count as ones."""
+    size, rank = call.comm.size, call.comm.rank
+    everyone = Call(
+        OPERATIONS["Allgather"], call.comm, channel=BACKWARD, gatheraxis=0, gathered=[1] * size,
+        shape=(size, *tensor.shape), staged=call.staged,
+    )  # fmt: skip
+    rows = _wide(functions.apply(everyone, tensor.unsqueeze(0)))
+    before = [rows[s] for s in present if s != rank]
+    product = torch.stack(before).prod(0) if before else torch.ones_like(rows[0])
+    return product.to(tensor.dtype)
 
 
 def _others(call: Call, tensor: torch.Tensor) -> torch.Tensor:

@@ -6,18 +6,27 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import watch
 from .._core import collectives, mpi
 from ..staging import Pipeline, contiguous, is_plain, on_device, overlap, plan_for
 from .dummies import join
 from .functions import anchor, needs_graph
 from .nodes import dense, node
 
-__all__ = ["exchange", "unstack"]
+__all__ = ["exchange", "move", "unstack"]
 
 Shapes = Sequence[torch.Size]
 
 
 def _move(comm: mpi.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
+    """Send every rank its tensor and fill the contiguous `receives`."""
+    if watch.on:
+        watch.exchange(comm, sends, receives, lambda: move(comm, sends, receives))
+    else:
+        move(comm, sends, receives)
+
+
+def move(comm: mpi.Comm, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]) -> None:
     """Send every rank its tensor and fill the contiguous `receives`."""
     device = receives[0].device
     sends = [contiguous(t.detach()) for t in sends]

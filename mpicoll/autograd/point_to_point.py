@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import watch
 from .._core import mpi, point_to_point
 from ..errors import MPIError
 from ..staging import Pipeline, contiguous, is_plain, on_device, plan_for
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+_LEFT = "the other rank may have left; call backward() before the context, or after it"
 #: Requests whose message nobody holds any more; they complete while others start.
 _abandoned: list[point_to_point.Request] = []
 
@@ -304,6 +306,8 @@ _complete = node(_Complete)
 def _start_reverse(message: Message, gradient: torch.Tensor) -> WaitHandle:
     """Start the gradient message that answers `message`, after what `gradient` depends on."""
     assert message.request is not None
+    if watch.on:
+        watch.refuse(message.comm, "the gradient of a message", _LEFT)
     back = Message(message.comm, message.peer, answers=message.request.sequence)
     if message.sends:
         buffer = torch.empty_like(message.tensor, memory_format=torch.contiguous_format)
@@ -424,6 +428,8 @@ class _Sendrecv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         out, into = ctx.out, ctx.into
+        if watch.on and (out.wants or into.wants):
+            watch.refuse(out.comm, "the gradient of Sendrecv", _LEFT)
         gradient = dense(gradient)
         shape, dtype, device = ctx.send_meta
         landing = torch.zeros(shape, dtype=dtype, device=device)

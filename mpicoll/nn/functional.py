@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from .. import negotiate, watch
 from .._core import collectives, mpi
 from ..arguments import as_numelem, as_reduction, as_root, check_reducible
 from ..autograd import apply, exchange
 from ..autograd.exchange import unstack
 from ..communicator import as_communicator
-from ..dispatch import CODES, USER, Call
+from ..dispatch import CODES, Call
 from ..ops import OPERATIONS, ReduceOp
 from ..staging import check_tensor, check_writable, code_of, name_of, plan_for
 
@@ -386,7 +387,10 @@ def scatter(
     else:
         given = tensors if isinstance(tensors, Sequence) else ()
         mine = [t for t in given if isinstance(t, torch.Tensor)]
-    heads = collectives.agree(comm, USER, _head(mine, problem) if comm.rank == root else (0,) * 4)
+    head = _head(mine, problem) if comm.rank == root else (0,) * 4
+    heads = negotiate.agree("scatter", comm, head, ())
+    if not heads[root]:
+        watch.refuse(comm, "scatter", f"its source, rank {root}, has run out of inputs")
     valid, dtype, wants, ndim = heads[root]
     if problem is not None:
         raise problem
@@ -399,8 +403,8 @@ def scatter(
     numbers: list[int] = []
     for t in mine if comm.rank == root else ():
         numbers += [t.dim(), *t.shape, *[0] * (ndim - t.dim())]
-    table = collectives.broadcast(
-        comm, USER, tuple(numbers) if numbers else (0,) * (comm.size * width), root
+    table = negotiate.broadcast(
+        "scatter", comm, tuple(numbers) if numbers else (0,) * (comm.size * width), root
     )
     rows = [table[i : i + width] for i in range(0, len(table), width)]
     shapes = [torch.Size(row[1 : 1 + row[0]]) for row in rows]
@@ -597,11 +601,11 @@ def _agree_on_splits(
 
     Returns the largest side and the longest block of any rank, and whether any rank stages.
     """
-    meant = collectives.swap(comm, USER, sends)
+    meant = negotiate.swap(call, comm, sends, receives)
     wrong = next((s for s in range(comm.size) if meant[s] != receives[s]), -1)
-    rows = collectives.agree(
+    rows = negotiate.agree(
+        call,
         comm,
-        USER,
         (
             wrong,
             0 if wrong < 0 else meant[wrong],
@@ -611,6 +615,7 @@ def _agree_on_splits(
             max(sends),
             int(not plan_for(like.device).direct),
         ),
+        (-1, 0, 0, 0, code_of(like.dtype), 0, 0),
     )
     where = f"{call} on rank {comm.rank} of {comm.size}"
     if len({row[4] for row in rows}) > 1:

@@ -54,3 +54,8 @@ def ranks(*sizes: int):
 def every(test):
     """Run a test on all ranks, with a communicator of its own."""
     return ranks(min(SIZE, LARGEST))(test)
+
+
+def several(test):
+    """A test for two ranks or more; not collected where there is one."""
+    return test if SIZE > 1 else None

@@ -1,0 +1,65 @@
+"""The control protocol: every message of a Join is one all-gather of integers."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .._core import collectives, mpi
+from ..dispatch import CONTROL
+
+__all__ = ["Kind", "Said", "from_text", "talk", "to_text"]
+
+# Numbers that travel with the first message; longer rows follow in a second one.
+_INLINE = 46
+
+
+class Kind(enum.IntEnum):
+    """What a rank says in a round."""
+
+    ENTER = 0  # it enters the context; with what all ranks must have in common
+    ITERATION = 1  # it starts an iteration
+    JOINED = 2  # it has run out of inputs
+    CALL = 3  # it is about to make a collective that is not shadowed
+    COLLECTIVE = 4  # a collective to be shadowed: the call
+    EXCHANGE = 5  # lists of tensors: the sizes
+    BARRIER = 6
+    NUMBERS = 7  # sizes on which the active ranks agree
+    REFUSED = 8  # what it called cannot be shadowed; why
+    FAILED = 9  # an exception leaves the context; its text
+    DONE = 10  # its post hooks have run
+
+
+class Said(NamedTuple):
+    """What one rank said in a round."""
+
+    kind: int
+    numbers: tuple[int, ...]
+
+
+def talk(comm: mpi.Comm, kind: Kind, numbers: Sequence[int] = ()) -> list[Said]:
+    """Say `kind` with `numbers`; return what all ranks said, in rank order.
+
+    Always the same blocking all-gather on the control channel, whoever says what.
+    """
+    n = len(numbers)
+    head = (*numbers[:_INLINE], *(0,) * (_INLINE - n))
+    rows = collectives.agree(comm, CONTROL, (int(kind), n, *head))
+    longest = max(row[1] for row in rows)
+    tails: Sequence[tuple[int, ...]] = [()] * comm.size
+    if longest > _INLINE:  # known to all
+        rest = tuple(numbers[_INLINE:])
+        padding = (0,) * (longest - _INLINE - len(rest))
+        tails = collectives.agree(comm, CONTROL, (*rest, *padding))
+    return [Said(row[0], (row[2:] + tail)[: row[1]]) for row, tail in zip(rows, tails, strict=True)]
+
+
+def from_text(text: str) -> tuple[int, ...]:
+    """A text as numbers; its end is cut off where it is very long."""
+    return tuple(text.encode()[:8000])
+
+
+def to_text(numbers: Sequence[int]) -> str:
+    """The text that :func:`from_text` made numbers of."""
+    return bytes(numbers).decode(errors="replace")

@@ -1,0 +1,273 @@
+"""One passage through a Join context on this rank: its rounds, its end, and its failure."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+
+from .. import watch
+from .._core import mpi
+from ..dispatch import Call
+from ..errors import CollectiveMismatchError, JoinAborted
+from . import shadow
+from .joinable import JoinHook
+from .rounds import Kind, Said, from_text, talk, to_text
+
+__all__ = ["Session"]
+
+#: A rank that fails with ``on_error="propagate"`` ends the job where the others do not hear of it
+#: within so many seconds: they wait in something that mpicoll does not see.
+PATIENCE = 15.0
+#: Shadowed iterations after which a rank warns.
+BEHIND = 1000
+
+_sessions: dict[mpi.Comm, Session] = {}
+
+
+class Session:
+    """The state of an entered context; takes over the collectives where it must.
+
+    Parameters
+    ----------
+    comm
+        The core communicator.
+    shadows
+        Whether it answers collectives of the active ranks by itself.
+    throws
+        Whether all ranks stop when the first runs out of inputs.
+    propagates
+        Whether a failure is told to the other ranks, instead of ending the job.
+    by_all
+        Whether a shadowed AVG divides by the number of all ranks.
+    """
+
+    def __init__(
+        self, comm: mpi.Comm, shadows: bool, throws: bool, propagates: bool, by_all: bool
+    ) -> None:
+        self.comm = comm
+        self.shadows = shadows
+        self.throws = throws
+        self.propagates = propagates
+        self.by_all = by_all
+        self.state = "entering"  # then active, joined, post, over
+        self.serving = False
+        self.iterations = 0
+        self.shadowed = 0
+        self.said: list[Said] = []
+        self.agreed: BaseException | None = None
+
+    # ------------------------------------------------------------ life
+
+    @staticmethod
+    def require_free(comm: mpi.Comm) -> None:
+        """Raise where a context on `comm` is active; ranks that ran out would not enter another."""
+        if comm in _sessions:
+            raise RuntimeError(
+                "Join: this communicator is in an active Join context already; nested contexts "
+                "need communicators of their own (Dup or Split)"
+            )
+
+    def open(self, joinables: int) -> None:
+        """Enter, together with all ranks."""
+        _sessions[self.comm] = self
+        if self.shadows or self.propagates:
+            watch.guard(self.comm, self)
+        flags = (self.shadows, self.throws, self.propagates, self.by_all)
+        said = self.round(Kind.ENTER, (joinables, *map(int, flags)))
+        if len({row.numbers for row in said}) > 1:
+            self.end(ValueError("Join: the ranks disagree on the arguments of the context"))
+
+    def close(self) -> None:
+        """Take back what :meth:`open` set."""
+        self.state = "over"
+        if _sessions.get(self.comm) is self:
+            del _sessions[self.comm]
+            watch.release(self.comm)
+
+    def end(self, error: BaseException) -> NoReturn:
+        """Leave the context with an error that all ranks raise in this round."""
+        self.agreed = error
+        self.close()
+        raise error
+
+    # ------------------------------------------------------------ rounds
+
+    def round(self, kind: Kind, numbers: Sequence[int] = ()) -> list[Said]:
+        """Say something, hear what all ranks say, and raise with all of them where it is bad."""
+        self.said = talk(self.comm, kind, numbers)
+        failed = [r for r, row in enumerate(self.said) if row.kind == Kind.FAILED]
+        if failed:
+            if kind is Kind.FAILED:
+                return self.said
+            rank = failed[0]
+            self.end(JoinAborted(rank, to_text(self.said[rank].numbers)))
+        refused = [row for row in self.said if row.kind == Kind.REFUSED]
+        if refused:
+            self.end(RuntimeError(to_text(refused[0].numbers)))
+        kinds = {row.kind for row in self.said}
+        if len(kinds - {Kind.JOINED}) > 1 or kinds == {Kind.CALL, Kind.JOINED}:
+            self.end(CollectiveMismatchError(shadow.mismatch(self.said)))
+        if self.throws and len(kinds) > 1:
+            if kind is Kind.JOINED:
+                self.end(RuntimeError(f"Rank {self.comm.rank} exhausted all inputs."))
+            self.end(
+                RuntimeError(
+                    "Detected at least one rank that exhausted inputs. Throwing across all ranks."
+                )
+            )
+        return self.said
+
+    def iterate(self) -> None:
+        """Announce an iteration."""
+        self.round(Kind.ITERATION)
+        self.iterations += 1
+
+    def run_out(self, hooks: Sequence[JoinHook], told: Callable[..., object]) -> None:
+        """Keep the other ranks company until all have run out of inputs; then finish."""
+        self.state = "joined"
+        told("rank_joined", iterations=self.iterations)
+        while True:
+            said = self.round(Kind.JOINED)
+            active = [r for r, row in enumerate(said) if row.kind != Kind.JOINED]
+            if not active:
+                break
+            if said[active[0]].kind == Kind.NUMBERS:
+                continue  # the first half of a collective
+            if self.shadows:
+                shadow.check(self)
+            for hook in hooks:
+                hook.main_hook()
+            self.shadowed += 1
+            told("shadowed", index=self.shadowed - 1, active=len(active))
+            if self.shadowed == BEHIND + 1:
+                warnings.warn(
+                    f"Join: rank {self.comm.rank} ran out of inputs more than {BEHIND} iterations "
+                    "before the others; distribute the inputs more evenly, since it only waits",
+                    stacklevel=4,
+                )
+        self.state = "post"
+        for hook in hooks:
+            hook.post_hook(self.shadowed == 0)
+        if self.propagates:
+            self.round(Kind.DONE)
+
+    # ------------------------------------------------------------ failure
+
+    def fail(self, error: BaseException) -> None:
+        """An exception leaves the context on this rank: no other rank may wait for it for ever."""
+        if self.state == "over" or self.comm.size == 1:
+            return
+        if not self.propagates:
+            _abort(error, self.comm)
+        timer = threading.Timer(PATIENCE, _abort, (error, self.comm))
+        timer.daemon = True
+        timer.start()
+        try:
+            self.round(Kind.FAILED, from_text(f"{type(error).__name__}: {error}"))
+        finally:
+            timer.cancel()
+            self.close()
+
+    # ------------------------------------------------------------ the guard of the communicator
+
+    @property
+    def _shadowing(self) -> bool:
+        """Whether collectives are announced to the ranks that answer them by themselves."""
+        if self.shadows and self.state == "joined":
+            raise RuntimeError(
+                "Join: a hook communicates on the communicator whose collectives are shadowed; "
+                "leave the communicator out of the list, or give the hook one of its own"
+            )
+        return self.shadows and self.state == "active"
+
+    def _announce(self, call: str) -> None:
+        """Tell the others of a collective, so that none waits in it for a rank that failed."""
+        if self.propagates:
+            said = self.round(Kind.CALL, from_text(call))
+            if len({row.numbers for row in said}) > 1:
+                self.end(CollectiveMismatchError(shadow.mismatch(said)))
+
+    def run(
+        self, call: Call, tensors: Sequence[torch.Tensor], perform: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
+        """Carry out a collective of this rank; :class:`watch.Guard`."""
+        if self.serving:
+            return shadow.carry_out(call, tensors, perform)
+        if self._shadowing:
+            return shadow.run(self, call, tensors, perform)
+        self._announce(call.operation.name)
+        return perform(call, tensors)
+
+    def exchange(
+        self,
+        sends: Sequence[torch.Tensor],
+        receives: Sequence[torch.Tensor],
+        perform: Callable[[], None],
+    ) -> None:
+        """Carry out an exchange of lists; :class:`watch.Guard`."""
+        if not self.serving:
+            if self._shadowing:
+                self.round(Kind.EXCHANGE, shadow.sizes(sends, receives))
+                self.iterations += 1
+                shadow.check(self)
+            else:
+                self._announce("Alltoall")
+        perform()
+
+    def barrier(self, perform: Callable[[], None]) -> None:
+        """Carry out a barrier; :class:`watch.Guard`."""
+        if not self.serving:
+            if self._shadowing:
+                self.round(Kind.BARRIER)
+                self.iterations += 1
+            else:
+                self._announce("Barrier")
+        perform()
+
+    def agree(self, call: str, numbers: tuple[int, ...]) -> list[tuple[int, ...] | None] | None:
+        """The sizes of the active ranks; :class:`watch.Guard`."""
+        if not self._shadowing:
+            self._announce(call)
+            return None
+        name = from_text(call)
+        n = len(name) + 1
+        said = self.round(Kind.NUMBERS, (len(name), *name, *numbers))
+        if len({row.numbers[:n] for row in said if row.kind == Kind.NUMBERS}) > 1:
+            self.refuse(call, f"the ranks disagree: {shadow.mismatch(said)}")
+        return [row.numbers[n:] if row.kind == Kind.NUMBERS else None for row in said]
+
+    def refuse(self, call: str, why: str) -> None:
+        """Raise on all ranks; :class:`watch.Guard`."""
+        if self._shadowing:
+            text = f"Join: {call} cannot be shadowed: {why}"
+            self.round(Kind.REFUSED, from_text(text))
+
+    def taking_part(self) -> tuple[int, ...] | None:
+        """The ranks that have not run out; :class:`watch.Guard`."""
+        present = tuple(r for r, row in enumerate(self.said) if row.kind != Kind.JOINED)
+        whole = not self.shadows or self.state != "active" or len(present) == self.comm.size
+        return None if whole else present
+
+
+def _abort(error: BaseException, comm: mpi.Comm) -> NoReturn:
+    """Print the traceback and end the job."""
+    from mpi4py import MPI
+
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    sys.stdout.flush()
+    sys.stderr.write(
+        f"{text}mpicoll: rank {comm.rank} of {comm.size} failed inside a Join context; the job is "
+        "aborted\n"
+    )
+    sys.stderr.flush()
+    time.sleep(0.5)  # launchers drop what they have not read yet when they hear of an abort
+    MPI.COMM_WORLD.Abort(1)
+    os._exit(1)  # some libraries return from MPI_Abort
