@@ -27,7 +27,7 @@ from .staging import (
     plan_for,
 )
 
-__all__ = ["BACKWARD", "CODES", "CONTROL", "USER", "Call", "run"]
+__all__ = ["BACKWARD", "CODES", "CONTROL", "USER", "Call", "block_piece", "run"]
 
 #: The duplicated communicators that keep kinds of traffic apart.
 USER, BACKWARD, CONTROL = 0, 1, 2
@@ -321,6 +321,11 @@ def _overlaps(old: Sequence[int], new: Sequence[int], rank: int) -> list[int]:
     return [max(0, min(stop, b) - max(start, a)) for a, b in itertools.pairwise(edges)]
 
 
+def block_piece(comm: mpi.Comm, itemsize: int) -> int:
+    """Elements of every block in a piece of staged blocks."""
+    return max(2, piece_elements(itemsize) // comm.size // 2 * 2)
+
+
 def _move(
     call: Call,
     name: str,
@@ -343,7 +348,7 @@ def _move(
             _one_call(call, name, sent, sends, received, receives, counts)
         return
     # A piece of every block fits in a chunk, and so does every rank's side of a call.
-    piece = max(2, piece_elements(received.element_size()) // call.comm.size // 2 * 2)
+    piece = block_piece(call.comm, received.element_size())
     pipeline = Pipeline(received.device)
     replicated = name in ("Gather", "Allgather")  # one block goes to everybody
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from .. import watch
-from ..dispatch import BACKWARD, Call
+from ..dispatch import BACKWARD, Call, block_piece
 from ..ops import OPERATIONS, REDUCTIONS, ReduceOp
 from . import functions
 
@@ -152,7 +152,8 @@ def _others(call: Call, tensor: torch.Tensor) -> torch.Tensor:
         call.comm,
         channel=BACKWARD,
         splits=([block] * size, [block] * size),
-        staged=call.staged,
+        # In pieces on all ranks or on none: others may stage what this rank need not.
+        staged=call.staged or block > block_piece(call.comm, tensor.element_size()),
         largest=block * size,
         longest=block,
     )

@@ -477,6 +477,23 @@ def test_ranks_on_different_devices(name, where, dtype, chunk, limits):
     _equal(found[1][1], found[0][1], place)
 
 
+@pytest.mark.parametrize("chunk", [None, 256])
+@pytest.mark.parametrize("op", [ReduceOp.PROD, ReduceOp.MAX, ReduceOp.AVG], ids=repr)
+@pytest.mark.parametrize("where", PLACES)
+def test_gradients_of_reductions_on_different_devices(where, op, chunk, limits):
+    """Adjoints that move blocks of the input take the same pieces everywhere."""
+    place, found = PLACES[where], []
+    host = values((19 * TOTAL, 2), torch.float64)
+    for put in (as_is, place):
+        if found and chunk:
+            limits(chunk_bytes=chunk)
+        x = put(host).requires_grad_()
+        y = WORLD.Allreduce(x * 1, op)
+        found.append((y.detach(), *gradients([y], [x], weights(put))))
+    _equal(found[1][0], found[0][0], place)
+    _equal(found[1][1], found[0][1], place)
+
+
 @pytest.mark.parametrize("chunk", [None, 128])
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
