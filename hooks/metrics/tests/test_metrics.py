@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import pathlib
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import types
 
 import mpicoll_metrics
 import pytest
+from launcher import python
 
 LIMIT = 120  # seconds
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-)
 
 PROGRAM = """
 import torch, mpicoll
@@ -33,22 +24,10 @@ comm.Barrier()
 
 def run(program, **environment):
     """What a program on two ranks says on stderr."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MPICOLL_PLUGINS": "metrics",
-                        "COLUMNS": "80"} | environment  # fmt: skip
-    process = subprocess.Popen(
-        [MPIEXEC, "-n", "2", sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
-    assert process.returncode == 0, err
-    assert out == ""
-    return err
+    settings = {"MPICOLL_PLUGINS": "metrics", "COLUMNS": "80"} | environment
+    done = python(program, ranks=2, limit=LIMIT, **settings).check()
+    assert done.out == ""
+    return done.err
 
 
 def rows(text):

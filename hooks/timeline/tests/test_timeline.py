@@ -4,23 +4,14 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
-import pathlib
-import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import types
 
 import mpicoll_timeline
 import pytest
+from launcher import python
 
 LIMIT = 120  # seconds
-MPIEXEC = os.environ.get("MPIEXEC") or shutil.which(
-    "mpiexec", path=f"{pathlib.Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-)
 
 PROGRAM = """
 import torch, mpicoll
@@ -34,20 +25,9 @@ comm.Barrier()
 
 def run(folder, program, ranks=2, **environment):
     """Run a program; the timeline is to be ``folder/t.json``."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "MPICOLL_PLUGINS": "timeline",
-                        "MPICOLL_TIMELINE": str(folder / "t.json")} | environment  # fmt: skip
-    process = subprocess.Popen(
-        [MPIEXEC, "-n", str(ranks), sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGTERM)
-        out, err = process.communicate()
-        pytest.fail(f"still running after {LIMIT} s\n{out}\n{err}")
-    return process.returncode, out + err
+    settings = {"MPICOLL_PLUGINS": "timeline", "MPICOLL_TIMELINE": str(folder / "t.json")}
+    done = python(program, ranks=ranks, limit=LIMIT, **(settings | environment))
+    return done.code, done.out + done.err
 
 
 def slices(trace, rank=None):
