@@ -1,5 +1,6 @@
 """The directives ``operations-table`` and ``reductions-table``, filled from ``mpicoll.ops``."""
 
+import abc
 import re
 
 from docutils import nodes
@@ -14,13 +15,14 @@ def formula(text):
     return re.sub(r"(?<=\w)_(?:\{([^}]*)\}|(\w+))", r"\\ :sub:`\1\2`\\ ", text)
 
 
-class Table(SphinxDirective):
+class Table(SphinxDirective, abc.ABC):
     """A table with one row per entry; cells are reStructuredText."""
 
     columns: tuple[tuple[str, int], ...]
 
+    @abc.abstractmethod
     def rows(self):
-        raise NotImplementedError
+        """The cells of every row."""
 
     def run(self):
         table = nodes.table()

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 import io
 from collections.abc import Callable, Mapping
@@ -54,9 +55,9 @@ class Adapter(Joinable):
         self._undo.append(_before_iteration(self.obj, self._announce))
         return self.hook(**kwargs)
 
+    @abc.abstractmethod
     def hook(self, **kwargs: Any) -> JoinHook:
         """What a rank that has run out does for the object."""
-        raise NotImplementedError
 
     def leave(self) -> None:
         """Take back what :meth:`join_hook` has changed."""
