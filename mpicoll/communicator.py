@@ -23,7 +23,7 @@ from .arguments import (
     as_tag,
     check_reducible,
 )
-from .autograd import apply, apply_inplace
+from .autograd import apply, apply_inplace, needs_graph, require_derivative
 from .autograd import point_to_point as messages
 from .autograd.point_to_point import WaitHandle
 from .dispatch import CODES, CONTROL, USER, Call
@@ -295,12 +295,7 @@ class Communicator:
 
     def _combine(self, name: str, tensor: torch.Tensor, op: Any, root: Any = 0) -> torch.Tensor:
         comm = self._made
-        if (
-            comm is not None
-            and type(op) is ReduceOp
-            and type(root) is int
-            and 0 <= root < comm.size
-        ):
+        if comm is not None and type(op) is ReduceOp:
             result = _express(comm, CODES[name], tensor, op, root)
             if result is not None:
                 return result
@@ -445,7 +440,9 @@ class Communicator:
                 f"{reduction.name} apart"
             )
         mine = as_numelem("Reduce_scatter", "numelem", numelem)
-        self._differentiable("Reduce_scatter", reduction, tensor)
+        if needs_graph(tensor):  # refused before the sizes are exchanged
+            call = Call(OPERATIONS["Reduce_scatter"], comm, op=reduction)
+            require_derivative(call, "Reduce_scatter", tensor.dtype)
         rows = exchange_rows("Reduce_scatter", comm, USER, tensor, (axis, int(reduction), mine))
         require_alike("Reduce_scatter", comm, rows, ("scatteraxis", "op"))
         scattered = [row.numbers[2] for row in rows]
@@ -459,16 +456,6 @@ class Communicator:
             staged=any(row.staged for row in rows),
         )
         return apply(call, tensor)
-
-    def _differentiable(self, name: str, op: ReduceOp, tensor: torch.Tensor) -> None:
-        """Refuse before the sizes are exchanged what the graph would refuse after."""
-        if tensor.requires_grad and torch.is_grad_enabled():
-            row = OPERATIONS[name]
-            if op not in row.reductions:
-                raise RuntimeError(
-                    f"{name}: {op.name} has no gradient here, but the input requires grad; pass "
-                    "tensor.detach(), or call it under torch.no_grad()"
-                )
 
     def Scan(self, tensor: torch.Tensor, op: ReduceOp | int = ReduceOp.SUM) -> torch.Tensor:
         """Combine the tensors of the ranks up to and including this one.
@@ -600,7 +587,7 @@ class Communicator:
     def _bcast(self, tensor: torch.Tensor, root: Any, inplace: bool) -> torch.Tensor:
         shown = "Bcast_" if inplace else "Bcast"
         comm = self._comm
-        if not inplace and type(root) is int and 0 <= root < comm.size:
+        if not inplace:
             result = _express(comm, CODES["Bcast"], tensor, -1, root)
             if result is not None:
                 return result

@@ -106,6 +106,12 @@ class Call:
         self.comm = comm
         self.__dict__.update(given)
 
+    def replace(self, **changes: Any) -> Call:
+        """A copy in which something is different."""
+        copy = Call.__new__(Call)
+        copy.__dict__.update(self.__dict__, **changes)
+        return copy
+
     def dual(self) -> Call:
         """The operation that carries gradients back: sums, with the roles of the axes exchanged."""
         row = OPERATIONS[self.operation.dual]

@@ -16,7 +16,16 @@ from ._core import collectives, mpi
 from .dispatch import USER
 from .staging import code_of, name_of, plan_for
 
-__all__ = ["Row", "agree", "broadcast", "exchange_rows", "require_alike", "shape_text", "swap"]
+__all__ = [
+    "Row",
+    "agree",
+    "agree_lists",
+    "broadcast",
+    "exchange_rows",
+    "require_alike",
+    "shape_text",
+    "swap",
+]
 
 _INLINE = 8  # dimensions that travel with the row; longer shapes follow in a second round
 
@@ -25,11 +34,14 @@ class Row(NamedTuple):
     """What one rank says of its tensor."""
 
     dtype: int
-    ndim: int
     wants_grad: int
     staged: int
     numbers: tuple[int, ...]
     shape: tuple[int, ...]
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
 
 
 def exchange_rows(
@@ -38,33 +50,40 @@ def exchange_rows(
     """Give this rank's row; return those of all ranks, in rank order."""
     shape = tuple(tensor.shape)
     wants = tensor.requires_grad and torch.is_grad_enabled()
-    head = (
-        code_of(tensor.dtype),
-        len(shape),
-        int(wants),
-        int(not plan_for(tensor.device).direct),
-        *numbers,
-    )
+    staged = not plan_for(tensor.device).direct
+    head = (code_of(tensor.dtype), int(wants), int(staged), *numbers)
     n = len(head)
     if watch.on:
         told = watch.agree(comm, call, (*head, *shape))
         if told is not None:
-            return _with_absent(call, comm, [None if row is None else _row(row, n) for row in told])
-    inline = (*shape[:_INLINE], *(0,) * (_INLINE - len(shape)))
-    rows = collectives.agree(comm, channel, (*head, *inline))
-    longest = max(row[1] for row in rows)
-    tails: Sequence[tuple[int, ...]] = [()] * len(rows)
-    if longest > _INLINE:  # known to all
-        tail = shape[_INLINE:]
-        tails = collectives.agree(comm, channel, (*tail, *(0,) * (longest - _INLINE - len(tail))))
-    return [
-        Row(row[0], row[1], row[2], row[3], row[4:n], (row[n:] + tuple(tail))[: row[1]])
-        for row, tail in zip(rows, tails, strict=True)
-    ]
+            rows = [None if row is None else _row(row[:n], row[n:]) for row in told]
+            return _with_absent(call, comm, rows)
+    return [_row(*row) for row in agree_lists(comm, channel, head, shape, _INLINE)]
 
 
-def _row(told: tuple[int, ...], n: int) -> Row:
-    return Row(told[0], told[1], told[2], told[3], told[4:n], told[n:])
+def _row(head: tuple[int, ...], shape: tuple[int, ...]) -> Row:
+    return Row(head[0], head[1], head[2], head[3:], shape)
+
+
+def agree_lists(
+    comm: mpi.Comm, channel: int, head: Sequence[int], numbers: Sequence[int], inline: int
+) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The `head` of every rank, equally long on all, and its `numbers`, as many as it gives.
+
+    `inline` numbers travel with the head; if a rank has more, a second round follows.
+    """
+
+    def part(start: int, size: int) -> tuple[int, ...]:
+        mine = tuple(numbers[start : start + size])
+        return (*mine, *(0,) * (size - len(mine)))
+
+    n = len(head) + 1
+    rows = collectives.agree(comm, channel, (len(numbers), *head, *part(0, inline)))
+    longest = max(row[0] for row in rows)
+    tails: Sequence[tuple[int, ...]] = [()] * comm.size
+    if longest > inline:  # known to all
+        tails = collectives.agree(comm, channel, part(inline, longest - inline))
+    return [(row[1:n], (row[n:] + tail)[: row[0]]) for row, tail in zip(rows, tails, strict=True)]
 
 
 def _with_absent(call: str, comm: mpi.Comm, rows: Sequence[Row | None]) -> list[Row]:

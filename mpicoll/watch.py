@@ -210,8 +210,11 @@ def first_use() -> None:
         _waiting.pop(0)()
 
 
-def events(event: Event, perform: Callable[[], Any]) -> Any:
-    """Carry out `perform`, between the calls of the observers."""
+def events(perform: Callable[[], Any], *about: Any) -> Any:
+    """Carry out `perform`, between the calls of the observers; `about` makes the :class:`Event`."""
+    if not _observers:
+        return perform()
+    event = Event(*about)
     seen = tuple(_observers)  # always paired, also if one is stopped meanwhile
     _tell(seen, 0, event)
     event.t_start = time.perf_counter()
@@ -258,18 +261,15 @@ def run(
             return keeper.run(call, tensors, perform)
         return perform(call, tensors)
 
-    if not _observers:
-        return carry_out()
-    given = tensors[:1]
-    event = Event(
+    return events(
+        carry_out,
         call.operation.name,
         "backward" if call.channel else "forward",
         call.comm,
-        given,
+        tensors[:1],
         call.root if "root" in call.operation.arguments else None,
         None if call.op is None else call.op.name,
     )
-    return events(event, carry_out)
 
 
 def exchange(
@@ -287,10 +287,8 @@ def exchange(
         else:
             perform()
 
-    if not _observers:
-        return carry_out()
     inside = torch._C._current_graph_task_id() >= 0  # a node of the graph runs
-    return events(Event("Alltoall", "backward" if inside else "forward", comm, sends), carry_out)
+    return events(carry_out, "Alltoall", "backward" if inside else "forward", comm, sends)
 
 
 def barrier(comm: mpi.Comm, perform: Callable[[], None]) -> None:
@@ -303,7 +301,7 @@ def barrier(comm: mpi.Comm, perform: Callable[[], None]) -> None:
         else:
             perform()
 
-    return events(Event("Barrier", "forward", comm), carry_out)
+    return events(carry_out, "Barrier", "forward", comm)
 
 
 def agree(

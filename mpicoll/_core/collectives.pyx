@@ -1,6 +1,7 @@
 # cython: language_level=3
 """The collectives on contiguous memory. Knows nothing of autograd, devices or axes."""
 
+from cpython.long cimport PyLong_AsLongAndOverflow
 from libc.stdint cimport int64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
@@ -304,13 +305,15 @@ cdef int plain(object tensor, Buffer* buffer) except -1:
     return 1
 
 
-def express(Comm c not None, int what, tensor, int op, int root):
+def express(Comm c not None, int what, tensor, int op, root):
     """Serve a plain contiguous CPU tensor; None if it is not one.
 
     `what` counts as for :func:`elementwise`. Everything refused here takes the full path, which
     also words the errors.
     """
     cdef Buffer source, target
+    cdef int overflow
+    cdef long where
     if not express_open or library.state != READY or c.freed:
         return None
     if not plain(tensor, &source):
@@ -322,12 +325,15 @@ def express(Comm c not None, int what, tensor, int op, int root):
         or (op == MPICOLL_AVG and what >= SCAN)
     ):
         return None
-    if root < 0 or root >= c.size:
+    if type(root) is not int:
+        return None
+    where = PyLong_AsLongAndOverflow(root, &overflow)
+    if overflow or where < 0 or where >= c.size:
         return None
     if tensor.requires_grad and grad_enabled():
         return None if transforms() else in_graph(c, what, tensor, op, root)
     result = allocate_like(&source, &target)
-    run_elementwise(c, USER, what, &source, &target, op, root, False)
+    run_elementwise(c, USER, what, &source, &target, op, <int>where, False)
     return result
 
 

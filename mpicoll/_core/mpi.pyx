@@ -48,7 +48,6 @@ _NATIVE = (*range(5, 9), *range(11, 15))
 # Of a single operand MPI makes no truth value (5 stays 5 on one rank): logic is ours too.
 _LOGICAL = (4, 6, 8)
 
-_kept = []  # mpi4py objects whose handles the tables hold
 _notes = {}
 
 

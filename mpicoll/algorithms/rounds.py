@@ -6,8 +6,9 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .._core import collectives, mpi
+from .._core import mpi
 from ..dispatch import CONTROL
+from ..negotiate import agree_lists
 
 __all__ = ["Kind", "Said", "from_text", "talk", "to_text"]
 
@@ -43,16 +44,8 @@ def talk(comm: mpi.Comm, kind: Kind, numbers: Sequence[int] = ()) -> list[Said]:
 
     Always the same blocking all-gather on the control channel, whoever says what.
     """
-    n = len(numbers)
-    head = (*numbers[:_INLINE], *(0,) * (_INLINE - n))
-    rows = collectives.agree(comm, CONTROL, (int(kind), n, *head))
-    longest = max(row[1] for row in rows)
-    tails: Sequence[tuple[int, ...]] = [()] * comm.size
-    if longest > _INLINE:  # known to all
-        rest = tuple(numbers[_INLINE:])
-        padding = (0,) * (longest - _INLINE - len(rest))
-        tails = collectives.agree(comm, CONTROL, (*rest, *padding))
-    return [Said(row[0], (row[2:] + tail)[: row[1]]) for row, tail in zip(rows, tails, strict=True)]
+    rows = agree_lists(comm, CONTROL, (int(kind),), numbers, _INLINE)
+    return [Said(head[0], told) for head, told in rows]
 
 
 def from_text(text: str) -> tuple[int, ...]:

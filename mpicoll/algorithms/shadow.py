@@ -17,7 +17,7 @@ from ..autograd.exchange import move
 from ..dispatch import BACKWARD, USER, Call
 from ..errors import CollectiveMismatchError
 from ..ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
-from ..staging import code_of, name_of, plan_for
+from ..staging import code_of, name_of, plan_for, widened
 from .joinable import JoinHook
 from .rounds import Kind, Said, to_text
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["CommunicatorHook", "carry_out", "check", "mismatch", "run", "sizes"]
 
 _ROWS: list[Operation] = list(OPERATIONS.values())
-_HALVES = (torch.float16, torch.bfloat16)
 
 
 class _Told(NamedTuple):
@@ -212,10 +211,8 @@ def carry_out(
     if call.op is not ReduceOp.AVG or call.divisor in (0, call.comm.size):
         return perform(call, tensors)
     source = tensors[0].detach()
-    wide = source.float() if source.dtype in _HALVES else source  # rounded once
-    plain = Call(call.operation, call.comm)
-    plain.__dict__.update(vars(call), op=ReduceOp.SUM, inplace=False, output=False)
-    summed = perform(plain, (wide,))
+    plain = call.replace(op=ReduceOp.SUM, inplace=False, output=False)
+    summed = perform(plain, (widened(source),))  # rounded once
     parts = torch.view_as_real(summed) if summed.is_complex() else summed
     parts /= call.divisor  # real and imaginary parts each, as the core does
     result = summed.to(source.dtype)

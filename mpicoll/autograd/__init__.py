@@ -2,7 +2,7 @@
 
 from .dummies import JoinDummies, join
 from .exchange import exchange
-from .functions import apply, apply_inplace, needs_graph
+from .functions import apply, apply_inplace, needs_graph, require_derivative
 from .replicated import copy_to, reduce_from
 
 __all__ = [
@@ -14,4 +14,5 @@ __all__ = [
     "join",
     "needs_graph",
     "reduce_from",
+    "require_derivative",
 ]

@@ -9,6 +9,7 @@ import torch
 from .. import watch
 from ..dispatch import BACKWARD, Call, block_piece
 from ..ops import OPERATIONS, REDUCTIONS, ReduceOp
+from ..staging import widened
 from . import functions
 
 __all__ = ["adjoint", "whole_adjoint"]
@@ -51,12 +52,7 @@ def _average(call: Call, gradient: torch.Tensor) -> torch.Tensor:
     divisor = call.divisor or call.comm.size
     if dual.op is not ReduceOp.SUM:
         return functions.apply(dual, gradient) / divisor
-    return (functions.apply(dual, _wide(gradient)) / divisor).to(gradient.dtype)
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor` in a dtype in which 16-bit floats are added."""
-    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+    return (functions.apply(dual, widened(gradient)) / divisor).to(gradient.dtype)
 
 
 def _require_presence(call: Call) -> tuple[int, ...] | None:
@@ -131,7 +127,7 @@ def _present(call: Call, tensor: torch.Tensor, present: Sequence[int]) -> torch.
         OPERATIONS["Allgather"], call.comm, channel=BACKWARD, gatheraxis=0, gathered=[1] * size,
         shape=(size, *tensor.shape), staged=call.staged,
     )  # fmt: skip
-    rows = _wide(functions.apply(everyone, tensor.unsqueeze(0)))
+    rows = widened(functions.apply(everyone, tensor.unsqueeze(0)))
     before = [rows[s] for s in present if s != rank]
     product = torch.stack(before).prod(0) if before else torch.ones_like(rows[0])
     return product.to(tensor.dtype)
@@ -158,7 +154,7 @@ def _others(call: Call, tensor: torch.Tensor) -> torch.Tensor:
         longest=block,
     )
     rows = functions.apply(exchange, padded).view(size, block)
-    wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
+    wide = widened(rows)
     ones = torch.ones_like(wide[:1])
     before = torch.cat([ones, wide[:-1]]).cumprod(0)
     after = torch.cat([wide[1:], ones]).flip(0).cumprod(0).flip(0)

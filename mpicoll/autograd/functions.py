@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
@@ -17,7 +15,7 @@ from . import adjoints
 from .dummies import alias, join
 from .nodes import dense, node
 
-__all__ = ["anchor", "apply", "apply_inplace", "claim", "needs_graph"]
+__all__ = ["anchor", "apply", "apply_inplace", "claim", "needs_graph", "require_derivative"]
 
 _transforms = torch._C._are_functorch_transforms_active
 
@@ -145,7 +143,8 @@ def needs_graph(*tensors: torch.Tensor) -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
-def _differentiable(call: Call, name: str, dtype: torch.dtype) -> None:
+def require_derivative(call: Call, name: str, dtype: torch.dtype) -> None:
+    """Raise RuntimeError if `call` cannot be a node of the graph."""
     summed = OPERATIONS[call.operation.dual].reduces
     if summed and kind_of(call.dtype or dtype) is Kind.OTHER:
         raise RuntimeError(
@@ -169,7 +168,7 @@ def apply(
     does.
     """
     if needs_graph(*tensors):
-        _differentiable(call, name or call.operation.name, tensors[0].dtype)
+        require_derivative(call, name or call.operation.name, tensors[0].dtype)
         if call.output and tensors[-1]._is_view():
             # torch takes the first input of a node that writes into a view for that view: copy.
             call.output = False
@@ -186,8 +185,9 @@ def apply(
     return _communicate(call, *tensors)
 
 
-# What the calls of the express lane have in common, by number, reduction and root.
-_prototypes: dict[tuple[int, int, int], dict[str, Any]] = {}
+# Calls of the express lane, by number, reduction and root. They lack the communicator, which
+# nothing here may keep alive.
+_prototypes: dict[tuple[int, int, int], Call] = {}
 _ROWS = [OPERATIONS[name] for name in CODES]
 
 
@@ -201,13 +201,10 @@ def _express(
     prototype = _prototypes.get((code, op, root)) or _prototype(comm, code, op, root)
     if prototype is None:
         return None
-    call = Call.__new__(Call)
-    call.__dict__.update(prototype)
-    call.comm = comm
-    return _communicate_plain(call, tensor)
+    return _communicate_plain(prototype.replace(comm=comm), tensor)
 
 
-def _prototype(comm: mpi.Comm, code: int, op: int, root: int) -> dict[str, Any] | None:
+def _prototype(comm: mpi.Comm, code: int, op: int, root: int) -> Call | None:
     row = _ROWS[code]
     call = Call(row, comm)
     if "op" in row.arguments:
@@ -220,9 +217,9 @@ def _prototype(comm: mpi.Comm, code: int, op: int, root: int) -> dict[str, Any] 
     if whole is not None:
         reduction = -1 if whole.op is None else int(whole.op)
         call.adjoint = CODES[whole.operation.name], reduction, whole.root, whole.reverse
-    found = {key: value for key, value in vars(call).items() if key != "comm"}
-    _prototypes[code, op, root] = found
-    return found
+    del call.comm
+    _prototypes[code, op, root] = call
+    return call
 
 
 collectives.graph(_express)
@@ -247,7 +244,7 @@ def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
         result = dispatch.run(call, (tensor,))
         torch.autograd.graph.increment_version(tensor)
         return result
-    _differentiable(call, name, tensor.dtype)
+    require_derivative(call, name, tensor.dtype)
     source = claim(tensor, name)
     if call.derivative != "linear":
         # The adjoint needs the values that the result overwrites.

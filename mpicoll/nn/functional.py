@@ -78,10 +78,9 @@ def broadcast(tensor: torch.Tensor, src: int, group: Any = None) -> torch.Tensor
     MPI-4.1, section 6.4.
     """
     comm = _core("broadcast", group)
-    if type(src) is int and 0 <= src < comm.size:
-        result = collectives.express(comm, CODES["Bcast"], tensor, -1, src)
-        if result is not None:
-            return result
+    result = collectives.express(comm, CODES["Bcast"], tensor, -1, src)
+    if result is not None:
+        return result
     check_tensor("broadcast", "tensor", tensor)
     root = as_root("broadcast", "src", src, comm.size)
     return apply(Call(OPERATIONS["Bcast"], comm, root=root), tensor, name="broadcast")

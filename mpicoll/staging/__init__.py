@@ -7,7 +7,7 @@ from .devices import (
     on_device,
     plan_for,
 )
-from .dtypes import code_of, kind_of, name_of
+from .dtypes import code_of, kind_of, name_of, widened
 from .host import Pipeline, piece_elements
 from .layout import check_tensor, check_writable, contiguous, empty, is_plain, overlap
 
@@ -28,4 +28,5 @@ __all__ = [
     "overlap",
     "piece_elements",
     "plan_for",
+    "widened",
 ]

@@ -6,7 +6,7 @@ import torch
 
 from ..ops import Kind
 
-__all__ = ["DTYPES", "code_of", "kind_of", "name_of"]
+__all__ = ["DTYPES", "code_of", "kind_of", "name_of", "widened"]
 
 #: dtype -> (code in reductions.h, kind).
 DTYPES: dict[torch.dtype, tuple[int, Kind]] = {
@@ -54,3 +54,8 @@ def kind_of(dtype: torch.dtype) -> Kind:
 def name_of(code: int) -> torch.dtype | None:
     """The dtype that a number stands for; None where this torch does not have it."""
     return _BY_CODE.get(code)
+
+
+def widened(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` in the dtype in which its elements are added and multiplied."""
+    return tensor.float() if kind_of(tensor.dtype) is Kind.HALF else tensor
