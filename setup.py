@@ -13,12 +13,15 @@ import api_gen  # noqa: E402
 api_gen.write(CORE)
 
 SOURCES = {
-    "mpi": ["reductions.c"],
+    "mpi": ["reductions.c", "shared.c"],
     "buffers": ["pool.c"],
-    "collectives": ["reductions.c"],
+    "collectives": ["reductions.c", "shared.c"],
     "point_to_point": [],
 }
-HEADERS = ["mpi_api.h", "mpi_load.h", "dlpack.h", "pool.h", "reductions.h", "api_functions.txt"]
+HEADERS = [
+    "mpi_api.h", "mpi_load.h", "dlpack.h", "pool.h", "reductions.h", "shared.h",
+    "api_functions.txt",
+]
 
 extensions = [
     Extension(

@@ -11,7 +11,7 @@ from . import nn, plugins
 from .autograd import JoinDummies
 from .autograd.point_to_point import JoinDummiesHandle, WaitHandle
 from .communicator import COMM_SELF, COMM_WORLD, Communicator, comm_from_mpi4py
-from .errors import MPIError, PluginError, PluginMismatchError
+from .errors import CollectiveMismatchError, MPIError, PluginError, PluginMismatchError
 from .helpers import copy_to_group, reduce_from_group
 from .ops import ReduceOp
 from .staging import cuda_aware_mpi_support, deactivate_cuda_aware_mpi_support

@@ -14,6 +14,7 @@ from torch.autograd import forward_ad
 
 from . import config, watch
 from ._core import buffers, collectives, mpi, point_to_point
+from ._core.shared_memory import segment
 from .arguments import (
     as_axis,
     as_numelem,
@@ -91,7 +92,7 @@ class Communicator:
         if settings.pool_bytes is not None:
             buffers.pool(settings.pool_bytes)
         base, owned = self._source()
-        made = _with_channels(base, owned)
+        made = _with_channels(base, owned, settings.shared_bytes)
         self._made, self._owned = made, owned
         _alive.add(made)
         return made
@@ -1103,7 +1104,7 @@ def _require_sum(call: str, comm: mpi.Comm, parts: Sequence[int], size: int, axi
 # ---------------------------------------------------------------- making and ending
 
 
-def _with_channels(base: MPI.Comm, owned: bool) -> mpi.Comm:
+def _with_channels(base: MPI.Comm, owned: bool, shared_bytes: int) -> mpi.Comm:
     """A core communicator around `base`. Collective."""
     from mpi4py import MPI
 
@@ -1112,7 +1113,7 @@ def _with_channels(base: MPI.Comm, owned: bool) -> mpi.Comm:
     channels = [base if owned else base.Dup(), base.Dup(), base.Dup()]
     for channel in channels:
         channel.Set_errhandler(MPI.ERRORS_RETURN)
-    return mpi.Comm(base, channels)
+    return mpi.Comm(base, channels, segment(channels[CONTROL], shared_bytes))
 
 
 #: Every core communicator, for the report at exit.

@@ -22,6 +22,9 @@ class Settings:
     pool_bytes
         ``MPICOLL_POOL_BYTES``: how many bytes of the memory of dead results are kept for new ones
         (512 MiB by default; 0: none).
+    shared_bytes
+        ``MPICOLL_SHARED_BYTES``: the longest message, in bytes, that travels through memory which
+        the ranks of a node share, not through MPI (0: none does). The smallest of all ranks counts.
     disabled_plugins
         ``MPICOLL_DISABLE_PLUGINS``: entry-point or distribution names, separated by commas, of
         plugins that are not imported; ``all`` for every installed one.
@@ -36,6 +39,7 @@ class Settings:
     cuda_aware: bool | None = None
     chunk_bytes: int | None = None
     pool_bytes: int | None = None
+    shared_bytes: int = 4096
     disabled_plugins: tuple[str, ...] = ()
     allowed_plugins: tuple[str, ...] | None = None
     plugin_errors: str = "raise"
@@ -57,9 +61,8 @@ def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
         raise ValueError(
             f"MPICOLL_CHUNK_BYTES is {chunk!r}; it must be a whole number of bytes, at least 1024"
         )
-    pool = environ.get("MPICOLL_POOL_BYTES")
-    if pool and not pool.isdigit():
-        raise ValueError(f"MPICOLL_POOL_BYTES is {pool!r}; it must be a whole number of bytes")
+    pool = _whole("MPICOLL_POOL_BYTES", environ)
+    shared = _whole("MPICOLL_SHARED_BYTES", environ)
     errors = environ.get("MPICOLL_PLUGIN_ERRORS") or "raise"
     if errors not in ("raise", "warn"):
         raise ValueError(f"MPICOLL_PLUGIN_ERRORS is {errors!r}; it must be raise or warn")
@@ -67,11 +70,19 @@ def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
     return Settings(
         cuda_aware=None if not aware else aware == "1",
         chunk_bytes=int(chunk) if chunk else None,
-        pool_bytes=int(pool) if pool else None,
+        pool_bytes=pool,
+        shared_bytes=Settings.shared_bytes if shared is None else shared,
         disabled_plugins=_names(environ.get("MPICOLL_DISABLE_PLUGINS", "")),
         allowed_plugins=None if allowed is None else _names(allowed),
         plugin_errors=errors,
     )
+
+
+def _whole(name: str, environ: os._Environ[str] | dict[str, str]) -> int | None:
+    text = environ.get(name)
+    if text and not text.isdigit():
+        raise ValueError(f"{name} is {text!r}; it must be a whole number of bytes")
+    return int(text) if text else None
 
 
 def _names(text: str) -> tuple[str, ...]:

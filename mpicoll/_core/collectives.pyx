@@ -2,21 +2,25 @@
 """The collectives on contiguous memory. Knows nothing of autograd, devices or axes."""
 
 from cpython.long cimport PyLong_AsLongAndOverflow
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
 import torch
 
+from mpicoll.errors import CollectiveMismatchError
+
 from mpicoll._core.buffers cimport Buffer, allocate_like, read
 from mpicoll._core.mpi cimport (
     BACKWARD,
+    MPICOLL_SHARED_RANKS,
     OTHER,
     READY,
     USER,
     Comm,
     check,
     library,
+    mpicoll_shared,
     usable,
 )
 from mpicoll._core.mpi_api cimport (
@@ -31,6 +35,7 @@ from mpicoll._core.mpi_api cimport (
     mpi_Gather,
     mpi_Gatherv,
     mpi_handle,
+    mpi_Iprobe,
     mpi_Irecv,
     mpi_Isend,
     mpi_Reduce,
@@ -50,15 +55,32 @@ cdef extern from "reductions.h" nogil:
     int mpicoll_fill_neutral(int, int, void*, int64_t)
     int mpicoll_reduction_supported(int, int)
 
+cdef extern from "shared.h" nogil:
+    void mpicoll_shared_enter(mpicoll_shared*, uint64_t, const void*, int64_t)
+    int mpicoll_shared_all_here(mpicoll_shared*, int)
+    int mpicoll_shared_agree(const mpicoll_shared*)
+    uint64_t mpicoll_shared_call(const mpicoll_shared*, int)
+    const void* mpicoll_shared_data(const mpicoll_shared*, int, int64_t)
+    void mpicoll_shared_yield()
+
 mpi_use(&library.functions)
 
-# What `elementwise` and `express` do; the Python side names them by these numbers.
+# What `elementwise` and `express` do; the Python side names the first five by these numbers.
 cdef enum:
     ALLREDUCE = 0
     BCAST = 1
     REDUCE = 2
     SCAN = 3
     EXSCAN = 4
+    ALLGATHER = 5
+    GATHER = 6
+    SCATTER = 7
+    ALLTOALL = 8
+    REDUCE_SCATTER = 9
+    BARRIER = 10
+    AGREE = 11
+    SWAP = 12
+    BROADCAST = 13
 
 cdef const char** NAMES = [
     b"MPI_Allreduce", b"MPI_Bcast", b"MPI_Reduce", b"MPI_Scan", b"MPI_Exscan",
@@ -67,6 +89,94 @@ cdef const char** NAMES = [
 cdef int64_t SMALL = 8192
 # Exchanges of pieces use this tag; gradient messages have tags from 1 on.
 cdef int EXCHANGE_TAG = 0
+
+
+# ---------------------------------------------------------------- meeting in shared memory
+
+cdef tuple CALLS = (
+    "Allreduce", "Bcast", "Reduce", "Scan", "Exscan", "Allgather", "Gather", "Scatter",
+    "Alltoall", "Reduce_scatter", "Barrier", "Exchange of sizes", "Exchange of counts",
+    "Broadcast of sizes",
+)
+cdef tuple REDUCTIONS = (
+    "MAX", "MIN", "SUM", "PROD", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "MINLOC", "MAXLOC",
+    "AVG",
+)
+cdef tuple KINDS = ("int", "uint", "float", "", "bfloat", "complex", "bool")
+# How often a rank looks for the others before it lets anybody else run: a few microseconds.
+cdef int PATIENCE = 100
+
+
+cdef uint64_t description(
+    int what, int64_t n, int kind=0, int op=-1, int root=0, bint reverse=False
+) noexcept nogil:
+    """A call as a number: what all ranks must agree on."""
+    return (
+        <uint64_t>what << 60 | <uint64_t>reverse << 59 | <uint64_t>root << 53
+        | <uint64_t>(op & 15) << 49 | <uint64_t>kind << 33 | <uint64_t>n
+    )
+
+
+cdef object in_words(uint64_t call):
+    """A description for people."""
+    cdef int what = call >> 60, op = call >> 49 & 15, kind = call >> 33 & 0xFFFF
+    cdef int root = call >> 53 & 63
+    cdef int64_t n = call & 0x1FFFFFFFF
+    words = [CALLS[what]]
+    if call >> 59 & 1:
+        words.append("from the last rank on")
+    if op < 15:
+        words.append(REDUCTIONS[op])
+    if what in (BCAST, REDUCE, GATHER, SCATTER, BROADCAST):
+        words.append(f"root {root}")
+    if what >= AGREE:
+        words.append(f"{n} numbers, before a call whose sizes may differ")
+    elif what != BARRIER:
+        if what != ALLTOALL:  # every rank has its own number
+            words.append(f"{n} elements")
+        name = KINDS[kind >> 8] if kind >> 8 < 7 else f"kind {kind >> 8} with bits "
+        words.append("bool" if name == "bool" else f"{name}{kind & 255}")
+    return ", ".join(words)
+
+
+cdef int meet(Comm c, int channel, uint64_t call, const void* data, int64_t nbytes) except -1:
+    """Enter a call together with all ranks, which then can read each other's data.
+
+    Raises on all ranks where they did not mean the same.
+    """
+    cdef mpicoll_shared* shared = &c.shared[channel]
+    cdef mpi_status status
+    cdef int found
+    if shared.turn and shared.seen < shared.size:
+        raise RuntimeError(
+            f"{CALLS[call >> 60]} on rank {c.rank} of {c.size}: another thread is inside a "
+            "collective on this communicator; use one at a time, in the same order on all ranks, "
+            "or a communicator for each thread"
+        )
+    mpicoll_shared_enter(shared, call, data, nbytes)
+    if not mpicoll_shared_all_here(shared, PATIENCE):
+        with nogil:
+            while not mpicoll_shared_all_here(shared, 0):
+                # What a rank waits for that is not here yet may be a message of this one.
+                mpi_Iprobe(
+                    library.any_source, library.any_tag, c.handle[channel], &found, &status
+                )
+                mpicoll_shared_yield()
+    if not mpicoll_shared_agree(shared):
+        said = [mpicoll_shared_call(shared, r) for r in range(c.size)]
+        lines = "".join(f"\n  rank {r}: {in_words(call)}" for r, call in enumerate(said))
+        raise CollectiveMismatchError(
+            f"{CALLS[call >> 60]} on rank {c.rank} of {c.size}: the ranks of the communicator do "
+            f"not make the same call:{lines}"
+        )
+    return 0
+
+
+cdef int require_same(Comm c, int channel, uint64_t call) except -1:
+    """Raise on all ranks where they do not mean the same, if they can tell without a message."""
+    if c.shared[channel].lines != NULL:
+        meet(c, channel, call, NULL, 0)
+    return 0
 
 
 # ---------------------------------------------------------------- elementwise: one shape everywhere
@@ -127,6 +237,43 @@ cdef int by_library(
     return error
 
 
+cdef void combine(
+    int what, int op, int dtype, const void** rows, int size, int rank, void* y, int64_t n,
+    bint reverse,
+) noexcept nogil:
+    """What `rank` gets of all ranks' rows, combined in rank order; turns `rows` round to reverse."""
+    cdef int mine = size, s
+    if what == SCAN or what == EXSCAN:
+        mine = size - rank if reverse else rank + 1
+        if what == EXSCAN:
+            mine -= 1
+        if reverse:  # the same order of additions as mpicoll_scan_rows
+            for s in range(size // 2):
+                rows[s], rows[size - 1 - s] = rows[size - 1 - s], rows[s]
+    if mine:
+        mpicoll_reduce_rows(op, dtype, <const void* const*>rows, mine, y, n)
+    else:
+        mpicoll_fill_neutral(op, dtype, y, n)
+
+
+cdef void by_shared(
+    Comm c, int channel, int what, void* y, int64_t n, int itemsize, int dtype, int op, int root,
+    bint reverse,
+) noexcept nogil:
+    """One piece whose elements all ranks have in shared memory."""
+    cdef const void* rows[MPICOLL_SHARED_RANKS]
+    cdef int64_t nbytes = n * itemsize
+    cdef int s
+    if what == BCAST:
+        memcpy(y, mpicoll_shared_data(&c.shared[channel], root, nbytes), nbytes)
+    elif what == REDUCE and c.rank != root:
+        memset(y, 0, nbytes)
+    else:
+        for s in range(c.size):
+            rows[s] = mpicoll_shared_data(&c.shared[channel], s, nbytes)
+        combine(what, op, dtype, rows, c.size, c.rank, y, n, reverse)
+
+
 cdef int by_rows(
     Comm c, int channel, int what, char* x, char* y, int64_t n, int itemsize, int dtype, int op,
     int root, bint reverse,
@@ -159,18 +306,8 @@ cdef int by_rows(
                 mpicoll_reduce_rows(op, dtype, <const void* const*>rows, size, y, n)
         else:
             error = mpi_Allgather(x, <int>n, unit, scratch, <int>n, unit, comm)
-            mine = size
-            if prefix:
-                mine = size - rank if reverse else rank + 1
-                if what == EXSCAN:
-                    mine -= 1
-                if reverse:  # the same order of additions as in the long path
-                    for s in range(size):
-                        rows[s] = scratch + (size - 1 - s) * n * itemsize
-            if not error and mine:
-                mpicoll_reduce_rows(op, dtype, <const void* const*>rows, mine, y, n)
-            elif not error:
-                mpicoll_fill_neutral(op, dtype, y, n)
+            if not error:
+                combine(what, op, dtype, <const void**>rows, size, rank, y, n, reverse)
     else:
         for s in range(size):
             starts[s] = <int>min(s * block, n)
@@ -208,6 +345,10 @@ cdef int run_elementwise(
     cdef int error = 0, itemsize = x.itemsize, dtype = x.dtype
     cdef char* source = <char*>x.data
     cdef char* target = <char*>y.data
+    cdef bint short = False
+    cdef uint64_t call
+    if what != BCAST and what != REDUCE:
+        root = 0  # whatever the caller says: the ranks must not differ for nothing
     if what != BCAST and not mpicoll_reduction_supported(op, dtype):
         raise TypeError(f"{NAMES[what].decode()}: elements of this dtype are moved, not reduced")
     cdef bint ours = reverse or (what != BCAST and not library.has_operation[op][dtype])
@@ -215,23 +356,30 @@ cdef int run_elementwise(
         piece = library.count_limit // 2 * 2  # pairs are never cut apart
     if piece < 2:
         piece = 2
-    with nogil:
-        while True:
-            if n - at < piece:
-                piece = n - at
-            if ours:
-                error = by_rows(
-                    c, channel, what, source, target, piece, itemsize, dtype, op, root, reverse
-                )
-            else:
-                error = by_library(
-                    c, channel, what, source, target, piece, itemsize, dtype, op, root
-                )
-            at += piece
-            source += piece * itemsize
-            target += piece * itemsize
-            if error or at >= n:
-                break
+    while True:
+        if n - at < piece:
+            piece = n - at
+        if c.shared[channel].lines != NULL:
+            short = piece * itemsize <= c.shared[channel].limit
+            call = description(what, piece, x.kind, op, root, reverse)
+            meet(c, channel, call, source, piece * itemsize if short else 0)
+        if short:
+            by_shared(c, channel, what, target, piece, itemsize, dtype, op, root, reverse)
+        else:
+            with nogil:
+                if ours:
+                    error = by_rows(
+                        c, channel, what, source, target, piece, itemsize, dtype, op, root, reverse
+                    )
+                else:
+                    error = by_library(
+                        c, channel, what, source, target, piece, itemsize, dtype, op, root
+                    )
+        at += piece
+        source += piece * itemsize
+        target += piece * itemsize
+        if error or at >= n:
+            break
     if error == -1:
         raise MemoryError("no memory for the blocks of the other ranks")
     check(error, NAMES[what])
@@ -362,6 +510,9 @@ def barrier(Comm c not None, int channel=USER):
     """Wait until every rank of `c` is here."""
     cdef int error
     usable(c, b"MPI_Barrier")
+    if c.shared[channel].lines != NULL:
+        meet(c, channel, description(BARRIER, 0), NULL, 0)
+        return
     with nogil:
         error = mpi_Barrier(c.handle[channel])
     check(error, b"MPI_Barrier")
@@ -422,6 +573,7 @@ def allgatherv(Comm c not None, int channel, x, y, counts):
     read(y, &target)
     expect(&source, sizes.counts[c.rank], "Allgather", "send")
     expect(&target, sizes.total, "Allgather", "receive")
+    require_same(c, channel, description(ALLGATHER, sizes.total, source.kind))
     if sizes.total > library.count_limit:
         _exchange(
             c, [(x, 0, source.count)] * c.size,
@@ -458,6 +610,7 @@ def gatherv(Comm c not None, int channel, x, y, counts, int root):
     if c.rank == root:
         read(y, &target)
         expect(&target, sizes.total, "Gather", "receive")
+    require_same(c, channel, description(GATHER, sizes.total, source.kind, -1, root))
     if sizes.total > library.count_limit:
         _exchange(
             c, [(x, 0, source.count if r == root else 0) for r in range(c.size)],
@@ -487,6 +640,7 @@ def scatterv(Comm c not None, int channel, x, y, counts, int root):
     if c.rank == root:
         read(x, &source)
         expect(&source, sizes.total, "Scatter", "send")
+    require_same(c, channel, description(SCATTER, sizes.total, target.kind, -1, root))
     if sizes.total > library.count_limit:
         _exchange(
             c,
@@ -519,6 +673,7 @@ def alltoallv(Comm c not None, int channel, x, sendcounts, y, recvcounts, bint l
     read(y, &target)
     expect(&source, out.total, "Alltoall", "send")
     expect(&target, into.total, "Alltoall", "receive")
+    require_same(c, channel, description(ALLTOALL, 0, source.kind))
     if large:
         _exchange(
             c, [(x, out.starts[r], out.counts[r]) for r in range(c.size)],
@@ -549,6 +704,7 @@ def reduce_scatter(Comm c not None, int channel, x, y, counts, int op):
         raise TypeError("MPI_Reduce_scatter: elements of this dtype are moved, not reduced")
     expect(&source, sizes.total, "Reduce_scatter", "send")
     expect(&target, mine, "Reduce_scatter", "receive")
+    require_same(c, channel, description(REDUCE_SCATTER, sizes.total, source.kind, op))
     if sizes.total <= library.count_limit and library.has_operation[op][source.dtype]:
         with nogil:
             error = mpi_Reduce_scatter(
@@ -675,9 +831,29 @@ cdef int _exchange(Comm c, list send, list receive) except -1:
 # ---------------------------------------------------------------- agreement on sizes
 
 
+cdef int together(
+    Comm c, int channel, uint64_t call, const int64_t* mine, int n, int64_t* rows
+) except -1:
+    """The `n` numbers of all ranks into `rows`."""
+    cdef mpicoll_shared* shared = &c.shared[channel]
+    cdef int64_t nbytes = n * sizeof(int64_t)
+    cdef bint short = nbytes <= shared.limit
+    cdef int error, r
+    if shared.lines != NULL:
+        meet(c, channel, call, mine, nbytes if short else 0)
+        if short:
+            for r in range(c.size):
+                memcpy(rows + r * n, mpicoll_shared_data(shared, r, nbytes), nbytes)
+            return 0
+    with nogil:
+        error = mpi_Allgather(mine, n, library.unit[8], rows, n, library.unit[8], c.handle[channel])
+    check(error, b"MPI_Allgather")
+    return 0
+
+
 def agree(Comm c not None, int channel, tuple numbers):
     """Every rank's tuple of integers, in rank order. All ranks give equally many."""
-    cdef int n = len(numbers), i, r, error
+    cdef int n = len(numbers), i, r
     cdef int64_t* mine
     cdef int64_t* all_of_them
     cdef list result = []
@@ -689,11 +865,7 @@ def agree(Comm c not None, int channel, tuple numbers):
     try:
         for i in range(n):
             mine[i] = numbers[i]
-        with nogil:
-            error = mpi_Allgather(
-                mine, n, library.unit[8], all_of_them, n, library.unit[8], c.handle[channel]
-            )
-        check(error, b"MPI_Allgather")
+        together(c, channel, description(AGREE, n), mine, n, all_of_them)
         for r in range(c.size):
             result.append(tuple([all_of_them[r * n + i] for i in range(n)]))
     finally:
@@ -704,33 +876,42 @@ def agree(Comm c not None, int channel, tuple numbers):
 def swap(Comm c not None, int channel, counts):
     """`counts[s]` goes to rank s; returns what the ranks s meant for this one."""
     cdef _Counts mine = _Counts(counts)
-    cdef int r, error
+    cdef int r, error, size = c.size
     cdef int64_t* theirs
     usable(c, b"MPI_Alltoall")
-    theirs = <int64_t*>malloc(c.size * sizeof(int64_t))
+    theirs = <int64_t*>malloc(size * size * sizeof(int64_t))
     if theirs == NULL:
         raise MemoryError()
-    with nogil:
-        error = mpi_Alltoall(
-            mine.counts, 1, library.unit[8], theirs, 1, library.unit[8], c.handle[channel]
-        )
-    result = [theirs[r] for r in range(c.size)]
-    free(theirs)
-    check(error, b"MPI_Alltoall")
-    return result
+    try:
+        if c.shared[channel].lines != NULL:
+            together(c, channel, description(SWAP, size), mine.counts, size, theirs)
+            return [theirs[r * size + c.rank] for r in range(size)]
+        with nogil:
+            error = mpi_Alltoall(
+                mine.counts, 1, library.unit[8], theirs, 1, library.unit[8], c.handle[channel]
+            )
+        check(error, b"MPI_Alltoall")
+        return [theirs[r] for r in range(size)]
+    finally:
+        free(theirs)
 
 
 def broadcast(Comm c not None, int channel, tuple numbers, int root):
     """The root's tuple of integers; all ranks give equally many."""
     cdef int n = len(numbers), i, error
+    cdef uint64_t call
     cdef int64_t* values
     usable(c, b"MPI_Bcast")
-    values = <int64_t*>malloc(n * sizeof(int64_t) + 1)
+    values = <int64_t*>malloc((n + n * c.size) * sizeof(int64_t) + 1)
     if values == NULL:
         raise MemoryError()
     try:
         for i in range(n):
             values[i] = numbers[i]
+        if c.shared[channel].lines != NULL:
+            call = description(BROADCAST, n, 0, 0, root)
+            together(c, channel, call, values, n, values + n)
+            return tuple([values[n + root * n + i] for i in range(n)])
         with nogil:
             error = mpi_Bcast(values, n, library.unit[8], root, c.handle[channel])
         check(error, b"MPI_Bcast")

@@ -1,7 +1,16 @@
-from libc.stdint cimport int64_t
+from libc.stdint cimport int64_t, uint64_t
 
 from mpicoll._core.mpi_api cimport mpi_functions, mpi_handle
 
+
+cdef extern from "shared.h" nogil:
+    enum: MPICOLL_SHARED_RANKS
+    ctypedef struct mpicoll_shared:
+        char* lines
+        int size
+        int64_t limit
+        uint64_t turn
+        int seen
 
 cdef enum:
     UNBOUND = 0
@@ -38,6 +47,8 @@ cdef Library library
 
 cdef class Comm:
     cdef mpi_handle handle[3]
+    cdef mpicoll_shared shared[3]
+    cdef object segment
     cdef readonly int rank
     cdef readonly int size
     cdef readonly object base

@@ -5,7 +5,12 @@ import os
 import sys
 import warnings
 
-from libc.stdint cimport intptr_t, uintptr_t
+from cpython.buffer cimport (
+    PyBUF_WRITABLE,
+    PyBuffer_Release,
+    PyObject_GetBuffer,
+)
+from libc.stdint cimport int64_t, intptr_t, uintptr_t
 
 from mpicoll._core.mpi_api cimport (
     mpi_Error_class,
@@ -25,6 +30,10 @@ from mpicoll.errors import MPIError
 cdef extern from "reductions.h" nogil:
     mpi_user_function* mpicoll_user_op(int op, int dtype)
     int mpicoll_reduction_supported(int op, int dtype)
+
+cdef extern from "shared.h" nogil:
+    int64_t mpicoll_shared_bytes(int size, int kinds, int64_t limit)
+    void mpicoll_shared_open(mpicoll_shared*, void*, int kind, int rank, int size, int64_t limit)
 
 mpi_use(&library.functions)
 library.state = UNBOUND
@@ -202,6 +211,16 @@ def limits(chunk_bytes=None, count_limit=None):
     return library.chunk_bytes, library.count_limit
 
 
+def shared_ranks():
+    """Of how many ranks the short messages may travel through shared memory."""
+    return MPICOLL_SHARED_RANKS
+
+
+def shared_size(int size, limit):
+    """Bytes of shared memory for a communicator of `size` ranks and messages up to `limit`."""
+    return mpicoll_shared_bytes(size, 3, limit)
+
+
 def supported(int op, int dtype):
     """Whether mpicoll reduces elements of this dtype code with this operation."""
     return 0 <= dtype < DTYPES and mpicoll_reduction_supported(op, dtype) != 0
@@ -249,9 +268,14 @@ cdef class Comm:
         The ``mpi4py`` communicator whose handle is shared with the user.
     channels
         ``mpi4py`` communicators for user, backward and control traffic.
+    segment
+        Memory that all ranks share and the longest message that travels through it, in bytes;
+        None: there is none.
     """
 
-    def __init__(self, base, channels):
+    def __init__(self, base, channels, segment=None):
+        cdef Py_buffer memory
+        cdef int i
         from mpi4py import MPI
 
         self.base = base
@@ -261,6 +285,19 @@ cdef class Comm:
         self.freed = False
         for i in range(3):
             self.handle[i] = _handle_of(MPI, self.channels[i])
+        self.segment = segment  # stays mapped
+        if segment is not None:
+            PyObject_GetBuffer(segment[0], &memory, PyBUF_WRITABLE)
+            for i in range(3):
+                mpicoll_shared_open(
+                    &self.shared[i], memory.buf, i, self.rank, self.size, segment[1]
+                )
+            PyBuffer_Release(&memory)
+
+    @property
+    def shared_bytes(self):
+        """The longest message that travels through shared memory, in bytes; 0: none does."""
+        return self.shared[0].limit
 
     def free(self):
         """Free the channels that are duplicates. Collective."""
