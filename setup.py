@@ -19,7 +19,12 @@ SOURCES = {
     "point_to_point": [],
 }
 HEADERS = [
-    "mpi_api.h", "mpi_load.h", "dlpack.h", "pool.h", "reductions.h", "shared.h",
+    "mpi_api.h",
+    "mpi_load.h",
+    "dlpack.h",
+    "pool.h",
+    "reductions.h",
+    "shared.h",
     "api_functions.txt",
 ]
 

@@ -50,6 +50,7 @@ __all__ = [
     "MPI_MINLOC",
     "MPI_PROD",
     "MPI_SUM",
+    "CollectiveMismatchError",
     "Communicator",
     "JoinDummies",
     "JoinDummiesHandle",

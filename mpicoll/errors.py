@@ -61,7 +61,11 @@ class PluginMismatchError(RuntimeError):
 
 
 class CollectiveMismatchError(RuntimeError):
-    """The ranks did not make the same call."""
+    """The ranks of a communicator did not make the same call; raised on all of them.
+
+    The message says what each of them was about to call. Nothing has been sent, and the
+    communicator can be used again.
+    """
 
 
 class JoinAborted(RuntimeError):

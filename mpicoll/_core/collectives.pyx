@@ -133,7 +133,7 @@ cdef object in_words(uint64_t call):
         words.append(f"{n} numbers, before a call whose sizes may differ")
     elif what != BARRIER:
         if what != ALLTOALL:  # every rank has its own number
-            words.append(f"{n} elements")
+            words.append("1 element" if n == 1 else f"{n} elements")
         name = KINDS[kind >> 8] if kind >> 8 < 7 else f"kind {kind >> 8} with bits "
         words.append("bool" if name == "bool" else f"{name}{kind & 255}")
     return ", ".join(words)
@@ -241,7 +241,7 @@ cdef void combine(
     int what, int op, int dtype, const void** rows, int size, int rank, void* y, int64_t n,
     bint reverse,
 ) noexcept nogil:
-    """What `rank` gets of all ranks' rows, combined in rank order; turns `rows` round to reverse."""
+    """What `rank` gets of all rows, combined in rank order; turns `rows` round to reverse."""
     cdef int mine = size, s
     if what == SCAN or what == EXSCAN:
         mine = size - rank if reverse else rank + 1

@@ -68,7 +68,7 @@ def segment(comm: MPI.Comm, limit: int) -> tuple[mmap.mmap, int] | None:
 def _mapped(descriptor: int, size: int, *, new: bool) -> mmap.mmap:
     try:
         if new:
-            os.posix_fallocate(descriptor, 0, size)  # where memory is short it fails here, not later
+            os.posix_fallocate(descriptor, 0, size)  # where room is short it fails here, not later
         elif os.fstat(descriptor).st_size != size:
             raise OSError("another file of this name")
         return mmap.mmap(descriptor, size)
