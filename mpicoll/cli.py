@@ -38,6 +38,8 @@ def info(as_json: bool) -> None:
         facts, rank = collect()
     except (ImportError, RuntimeError) as error:
         raise click.ClickException(f"mpicoll cannot use MPI here: {error}") from error
+    except ValueError as error:  # a setting
+        raise click.ClickException(str(error)) from error
     if rank:
         return
     if as_json:
@@ -125,11 +127,14 @@ def collect() -> tuple[dict[str, Any], int]:
     """The facts, in the order in which they are shown, and the rank of this process."""
     import torch
 
-    from . import cuda_aware_mpi_support
+    from . import config, cuda_aware_mpi_support
     from ._core import mpi
+    from ._core.shared_memory import segment
 
     mpi.bind()
     from mpi4py import MPI
+
+    shared = segment(MPI.COMM_WORLD, config.read().shared_bytes)
 
     notes = mpi.notes()
     aware, reason = cuda_aware_mpi_support()
@@ -152,6 +157,9 @@ def collect() -> tuple[dict[str, Any], int]:
         "abi": notes["abi"],
         "thread level": levels.get(notes["thread_level"], str(notes["thread_level"])),
         "lacks": [_MISSING.get(name, name) for name in notes["missing"]],
+        "short messages": "through MPI"
+        if shared is None
+        else f"up to {shared[1]} bytes through shared memory",
         "device aware": aware,
         "device reason": reason,
         "ranks": MPI.COMM_WORLD.Get_size(),

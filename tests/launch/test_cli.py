@@ -61,6 +61,19 @@ def test_facts(ranks):
     assert Path(told["mpi path"]).exists()
     assert isinstance(told["device aware"], bool)
     assert told["device reason"]
+    if ranks is None:
+        assert told["short messages"] == "through MPI"
+    else:
+        assert told["short messages"] == "up to 4096 bytes through shared memory"
+
+
+def test_short_messages():
+    told = facts(ranks=2, MPICOLL_SHARED_BYTES="100")
+    assert told["short messages"] == "up to 100 bytes through shared memory"
+    assert facts(ranks=2, MPICOLL_SHARED_BYTES="0")["short messages"] == "through MPI"
+    done = run("info", MPICOLL_SHARED_BYTES="short")
+    assert done.code == 1
+    assert "Error: MPICOLL_SHARED_BYTES is 'short'; it must be a whole number" in done.err
 
 
 def test_the_library_is_the_one_that_mpi4py_loaded():
