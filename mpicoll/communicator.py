@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import atexit
 import math
-import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
-from . import config, watch
-from ._core import buffers, collectives, mpi, point_to_point
-from ._core.shared_memory import segment
+from . import config, lifetime, watch
+from ._core import buffers, collectives, mpi
 from .arguments import (
     as_axis,
     as_numelem,
@@ -27,8 +24,8 @@ from .arguments import (
 from .autograd import apply, apply_inplace, needs_graph, require_derivative
 from .autograd import point_to_point as messages
 from .autograd.point_to_point import WaitHandle
-from .dispatch import CODES, CONTROL, USER, Call
-from .negotiate import Row, exchange_rows, require_alike
+from .dispatch import CODES, USER, Call
+from .negotiate import exchange_rows, require_alike, require_number, require_sum
 from .ops import OPERATIONS, ReduceOp
 from .staging import check_tensor, check_writable, name_of, overlap
 
@@ -72,7 +69,7 @@ class Communicator:
         self._made: mpi.Comm | None = None
         self._owned = False
         self._children = 0
-        self._dropped: dict[int, _Remains] = {}
+        self._dropped: dict[int, lifetime.Remains] = {}
         self._finalizer: weakref.finalize | None = None
 
     # ------------------------------------------------------------ life
@@ -92,17 +89,18 @@ class Communicator:
         if settings.pool_bytes is not None:
             buffers.pool(settings.pool_bytes)
         base, owned = self._source()
-        made = _with_channels(base, owned, settings.shared_bytes)
+        made = lifetime.with_channels(base, owned, settings.shared_bytes)
         self._made, self._owned = made, owned
-        _alive.add(made)
         return made
 
     def _child(self, base: MPI.Comm, name: str) -> Communicator:
         child = Communicator(lambda: (base, True), name)
         comm = child._comm
-        remains = _Remains(base, comm.channels, name, child._dropped)
+        remains = lifetime.Remains(base, comm.channels, name, child._dropped)
         # Watches the core: nodes of a graph may need it longer than the user does.
-        child._finalizer = weakref.finalize(comm, _drop, self._dropped, self._children, remains)
+        child._finalizer = weakref.finalize(
+            comm, lifetime.drop, self._dropped, self._children, remains
+        )
         child._finalizer.atexit = False
         return child
 
@@ -111,7 +109,7 @@ class Communicator:
         if watch.on:
             watch.refuse(self._comm, call, "it needs all ranks; call it before the context")
         self._children += 1  # the number of what is made next, on every rank
-        _bury(self._comm, self._dropped)
+        lifetime.bury(self._comm, self._dropped)
 
     def Free(self) -> None:
         """Free the communicator. Collective; using it afterwards raises ``ValueError``.
@@ -138,7 +136,7 @@ class Communicator:
         if self._finalizer is not None:
             self._finalizer.detach()
         self._bury("Free")
-        _report_unanswered(comm, self._name)
+        lifetime.report_unanswered(comm, self._name)
         comm.free()
         if self._owned:
             comm.base.Free()
@@ -447,7 +445,7 @@ class Communicator:
         rows = exchange_rows("Reduce_scatter", comm, USER, tensor, (axis, int(reduction), mine))
         require_alike("Reduce_scatter", comm, rows, ("scatteraxis", "op"))
         scattered = [row.numbers[2] for row in rows]
-        _require_sum("Reduce_scatter", comm, scattered, tensor.shape[axis], axis)
+        require_sum("Reduce_scatter", comm, scattered, tensor.shape[axis], axis)
         call = Call(
             OPERATIONS["Reduce_scatter"],
             comm,
@@ -742,14 +740,14 @@ class Communicator:
         raw = _index("Scatter", "scatteraxis", scatteraxis)
         short = max(-65, min(65, raw))  # of the right size to send; no tensor has such an axis
         rows = exchange_rows("Scatter", comm, USER, tensor, (where, short, mine))
-        _require_same("Scatter", comm, rows, 0, "root")
+        require_number("Scatter", comm, rows, 0, "root")
         source = rows[where]
         theirs = source.numbers[1]
         axis = as_axis("Scatter", "scatteraxis", raw if short == theirs else theirs, source.ndim)
         if any((row.numbers[1] - axis) % source.ndim for row in rows):
-            _require_same("Scatter", comm, rows, 1, "scatteraxis")
+            require_number("Scatter", comm, rows, 1, "scatteraxis")
         scattered = [row.numbers[2] for row in rows]
-        _require_sum("Scatter", comm, scattered, source.shape[axis], axis)
+        require_sum("Scatter", comm, scattered, source.shape[axis], axis)
         call = Call(
             OPERATIONS["Scatter"],
             comm,
@@ -810,7 +808,7 @@ class Communicator:
         gathered = [row.shape[gather] for row in rows]
         scattered = [row.numbers[2] for row in rows]
         whole = sum(gathered) if gather == scatter else tensor.shape[scatter]
-        _require_sum("Alltoall", comm, scattered, whole, scatter)
+        require_sum("Alltoall", comm, scattered, whole, scatter)
         inner = math.prod(n for i, n in enumerate(tensor.shape) if i not in (gather, scatter))
         if gather == scatter:
             largest = max(*gathered, *scattered) * inner
@@ -1083,41 +1081,7 @@ def _index(call: str, name: str, value: Any) -> int:
     return _integer(call, name, value)
 
 
-def _require_same(call: str, comm: mpi.Comm, rows: Sequence[Row], i: int, name: str) -> None:
-    if len({row.numbers[i] for row in rows}) > 1:
-        values = ", ".join(f"rank {r}: {row.numbers[i]}" for r, row in enumerate(rows))
-        raise ValueError(
-            f"{call} on rank {comm.rank} of {comm.size}: the ranks disagree on {name} ({values})"
-        )
-
-
-def _require_sum(call: str, comm: mpi.Comm, parts: Sequence[int], size: int, axis: int) -> None:
-    if sum(parts) != size:
-        values = ", ".join(f"rank {r}: {n}" for r, n in enumerate(parts))
-        raise ValueError(
-            f"{call} on rank {comm.rank} of {comm.size}: numelem adds up to {sum(parts)} over all "
-            f"ranks ({values}), but the tensor has size {size} along axis {axis}; the numelem of "
-            f"all ranks must sum to {size}"
-        )
-
-
 # ---------------------------------------------------------------- making and ending
-
-
-def _with_channels(base: MPI.Comm, owned: bool, shared_bytes: int) -> mpi.Comm:
-    """A core communicator around `base`. Collective."""
-    from mpi4py import MPI
-
-    if base.Is_inter():
-        raise ValueError("mpicoll works on intracommunicators; this is an intercommunicator")
-    channels = [base if owned else base.Dup(), base.Dup(), base.Dup()]
-    for channel in channels:
-        channel.Set_errhandler(MPI.ERRORS_RETURN)
-    return mpi.Comm(base, channels, segment(channels[CONTROL], shared_bytes))
-
-
-#: Every core communicator, for the report at exit.
-_alive: weakref.WeakSet[mpi.Comm] = weakref.WeakSet()
 
 
 def _predefined(name: str) -> Callable[[], tuple[Any, bool]]:
@@ -1127,53 +1091,6 @@ def _predefined(name: str) -> Callable[[], tuple[Any, bool]]:
         return getattr(MPI, name), False
 
     return source
-
-
-class _Remains(NamedTuple):
-    """What is left of a communicator that was dropped: enough to free it later."""
-
-    base: Any
-    channels: tuple[Any, ...]
-    name: str
-    dropped: dict[int, _Remains]
-
-
-def _drop(dropped: dict[int, _Remains], number: int, remains: _Remains) -> None:
-    warnings.warn(
-        f"mpicoll: a communicator ({remains.name}) was dropped without Free(); it is freed at the "
-        "next collective act on its parent, or at exit",
-        ResourceWarning,
-        stacklevel=2,
-    )
-    dropped[number] = remains
-
-
-def _bury(comm: mpi.Comm, dropped: dict[int, _Remains]) -> None:
-    """Free what was dropped on every rank of `comm`, and their own dropped children."""
-    mine = sorted(dropped)
-    longest = max(count for (count,) in collectives.agree(comm, CONTROL, (len(mine),)))
-    if longest == 0:
-        return
-    padded = (*mine, *(0,) * (longest - len(mine)))
-    rows = collectives.agree(comm, CONTROL, padded)
-    for number in sorted(set.intersection(*(set(row) for row in rows)) - {0}):
-        remains = dropped.pop(number)
-        dead = mpi.Comm(remains.base, remains.channels)
-        _bury(dead, remains.dropped)
-        _report_unanswered(dead, remains.name)
-        dead.free()
-        remains.base.Free()
-
-
-def _report_unanswered(comm: mpi.Comm, name: str) -> None:
-    if point_to_point.unanswered(comm):
-        warnings.warn(
-            f"mpicoll: rank {comm.rank} of {name} has a gradient message that no node received: "
-            "the result of a send did not reach this rank's loss, so its gradient is incomplete; "
-            "let the result of Wait reach it, for example with JoinDummies",
-            RuntimeWarning,  # shown by default: a wrong gradient is no matter of tidiness
-            stacklevel=3,
-        )
 
 
 #: All ranks of the job. Its first use is collective.
@@ -1265,18 +1182,5 @@ def as_communicator(call: str, group: Any) -> Communicator:
 def _released(_comm: Any, _keyval: int, known: Communicator) -> None:
     """The mpi4py communicator is being freed: collective, so ours can go with it."""
     if known._made is not None and not known._made.freed and mpi.is_bound():
-        _report_unanswered(known._made, known._name)
+        lifetime.report_unanswered(known._made, known._name)
         known._made.free()
-
-
-@atexit.register
-def _at_exit() -> None:
-    """Report what was left behind; leave nothing that MPI_Finalize could trip over."""
-    if not mpi.is_bound():
-        return
-    for comm in list(_alive):
-        if not comm.freed:
-            _report_unanswered(comm, comm.base.Get_name() or "a communicator")
-    for request in point_to_point.in_flight():
-        if not request.comm.freed and not request.test():
-            request.cancel()

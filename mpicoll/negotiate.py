@@ -23,6 +23,8 @@ __all__ = [
     "broadcast",
     "exchange_rows",
     "require_alike",
+    "require_number",
+    "require_sum",
     "shape_text",
     "swap",
 ]
@@ -57,7 +59,7 @@ def exchange_rows(
         told = watch.agree(comm, call, (*head, *shape))
         if told is not None:
             rows = [None if row is None else _row(row[:n], row[n:]) for row in told]
-            return _with_absent(call, comm, rows)
+            return watch.complete(comm, call, rows)
     return [_row(*row) for row in agree_lists(comm, channel, head, shape, _INLINE)]
 
 
@@ -84,47 +86,6 @@ def agree_lists(
     if longest > inline:  # known to all
         tails = collectives.agree(comm, channel, part(inline, longest - inline))
     return [(row[1:n], (row[n:] + tail)[: row[0]]) for row, tail in zip(rows, tails, strict=True)]
-
-
-def _with_absent(call: str, comm: mpi.Comm, rows: Sequence[Row | None]) -> list[Row]:
-    """Fill in the ranks that have left a Join: they give nothing, and keep what nobody asks for."""
-    absent = [r for r, row in enumerate(rows) if row is None]
-    first = next(row for row in rows if row is not None)
-    if call == "Scatter":
-        source = rows[first.numbers[0]]
-        if source is None:
-            watch.refuse(comm, call, f"its root, rank {first.numbers[0]}, has run out of inputs")
-            raise AssertionError("not reached")
-        first, axis = source, source.numbers[1]
-    else:
-        axis = first.numbers[0]
-    present = [row for row in rows if row is not None]
-    shape = list(first.shape)
-    if call in ("Gather", "Allgather", "Alltoall"):
-        shape[axis] = 0
-    shares: Sequence[int] = [0] * len(absent)
-    if call not in ("Gather", "Allgather"):
-        whole = first.shape[axis] if -first.ndim <= axis < first.ndim else 0
-        if call == "Alltoall":
-            gather, scatter = first.numbers[:2]
-            same = gather == scatter
-            whole = sum(r.shape[gather] for r in present) if same else first.shape[scatter]
-        rest = whole - sum(row.numbers[2] for row in present)
-        if call == "Alltoall" and absent and rest > 0:
-            ranks = ", ".join(map(str, absent))
-            watch.refuse(
-                comm,
-                call,
-                f"{rest} of the {whole} elements along the scatteraxis are for ranks ({ranks}) "
-                "that have run out of inputs",
-            )
-        # As a sequence is cut into nearly equal parts, the first ones longer.
-        shares = [(max(rest, 0) + len(absent) - 1 - k) // len(absent) for k in range(len(absent))]
-    filled = list(rows)
-    for r, share in zip(absent, shares, strict=True):
-        numbers = (*first.numbers[:2], share)[: len(first.numbers)]
-        filled[r] = first._replace(wants_grad=0, numbers=numbers, shape=tuple(shape))
-    return [row for row in filled if row is not None]
 
 
 def agree(
@@ -195,3 +156,23 @@ def require_alike(
     if len(fixed) > 1:
         along = " except along axis " + " and ".join(map(str, free)) if free else ""
         raise ValueError(f"{where}: the ranks' shapes must be equal{along} ({shape_text(rows)})")
+
+
+def require_number(call: str, comm: mpi.Comm, rows: Sequence[Row], i: int, name: str) -> None:
+    """Raise on every rank unless the number with index `i`, called `name`, is the same on all."""
+    if len({row.numbers[i] for row in rows}) > 1:
+        values = ", ".join(f"rank {r}: {row.numbers[i]}" for r, row in enumerate(rows))
+        raise ValueError(
+            f"{call} on rank {comm.rank} of {comm.size}: the ranks disagree on {name} ({values})"
+        )
+
+
+def require_sum(call: str, comm: mpi.Comm, parts: Sequence[int], size: int, axis: int) -> None:
+    """Raise on every rank unless the ranks' `parts` are all of an axis of `size`."""
+    if sum(parts) != size:
+        values = ", ".join(f"rank {r}: {n}" for r, n in enumerate(parts))
+        raise ValueError(
+            f"{call} on rank {comm.rank} of {comm.size}: numelem adds up to {sum(parts)} over all "
+            f"ranks ({values}), but the tensor has size {size} along axis {axis}; the numelem of "
+            f"all ranks must sum to {size}"
+        )

@@ -24,6 +24,7 @@ __all__ = [
     "agree",
     "at_first_use",
     "barrier",
+    "complete",
     "events",
     "exchange",
     "first_use",
@@ -135,6 +136,9 @@ class Guard(Protocol):
 
         None instead of the list: the caller is to ask the ranks itself.
         """
+
+    def complete(self, call: str, rows: Sequence[Any]) -> list[Any]:
+        """The rows of :meth:`agree` as the caller knows them, none missing."""
 
     def refuse(self, call: str, why: str) -> None:
         """Raise on all ranks, unless `call` is no business of the guard."""
@@ -310,6 +314,12 @@ def agree(
     """What the guard of `comm` says of the sizes; None where there is none, or it leaves it."""
     keeper = guard_of(comm)
     return None if keeper is None else keeper.agree(call, numbers)
+
+
+def complete(comm: mpi.Comm, call: str, rows: Sequence[Any]) -> list[Any]:
+    """The `rows` that a guard gave, with what the ranks that are missing would have said."""
+    keeper = guard_of(comm)
+    return list(rows) if keeper is None else keeper.complete(call, rows)
 
 
 def taking_part(comm: mpi.Comm) -> tuple[int, ...] | None:

@@ -17,6 +17,7 @@ from .. import watch
 from .._core import mpi
 from ..dispatch import Call
 from ..errors import CollectiveMismatchError, JoinAborted
+from ..negotiate import Row
 from . import shadow
 from .joinable import JoinHook
 from .rounds import Kind, Said, from_text, talk, to_text
@@ -243,6 +244,10 @@ class Session:
         if len({row.numbers[:n] for row in said if row.kind == Kind.NUMBERS}) > 1:
             self.refuse(call, f"the ranks disagree: {shadow.mismatch(said)}")
         return [row.numbers[n:] if row.kind == Kind.NUMBERS else None for row in said]
+
+    def complete(self, call: str, rows: Sequence[Row | None]) -> list[Row]:
+        """What the ranks that ran out give and take; :class:`watch.Guard`."""
+        return shadow.with_absent(call, self.comm, rows)
 
     def refuse(self, call: str, why: str) -> None:
         """Raise on all ranks; :class:`watch.Guard`."""

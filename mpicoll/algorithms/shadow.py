@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from .. import dispatch, watch
-from .._core import collectives
+from .._core import collectives, mpi
 from ..autograd.exchange import move
 from ..dispatch import BACKWARD, USER, Call
 from ..errors import CollectiveMismatchError
+from ..negotiate import Row
 from ..ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
 from ..staging import code_of, name_of, plan_for, widened
 from .joinable import JoinHook
@@ -24,7 +25,7 @@ from .rounds import Kind, Said, to_text
 if TYPE_CHECKING:
     from .session import Session
 
-__all__ = ["CommunicatorHook", "carry_out", "check", "mismatch", "run", "sizes"]
+__all__ = ["CommunicatorHook", "carry_out", "check", "mismatch", "run", "sizes", "with_absent"]
 
 _ROWS: list[Operation] = list(OPERATIONS.values())
 
@@ -315,3 +316,44 @@ def _answer_exchange(session: Session, counts: dict[int, tuple[int, ...]]) -> No
 
     sends, receives = blocks(size), blocks(0)
     watch.exchange(comm, sends, receives, lambda: move(comm, sends, receives))
+
+
+def with_absent(call: str, comm: mpi.Comm, rows: Sequence[Row | None]) -> list[Row]:
+    """Fill in the ranks that have left a Join: they give nothing, and keep what nobody asks for."""
+    absent = [r for r, row in enumerate(rows) if row is None]
+    first = next(row for row in rows if row is not None)
+    if call == "Scatter":
+        source = rows[first.numbers[0]]
+        if source is None:
+            watch.refuse(comm, call, f"its root, rank {first.numbers[0]}, has run out of inputs")
+            raise AssertionError("not reached")
+        first, axis = source, source.numbers[1]
+    else:
+        axis = first.numbers[0]
+    present = [row for row in rows if row is not None]
+    shape = list(first.shape)
+    if call in ("Gather", "Allgather", "Alltoall"):
+        shape[axis] = 0
+    shares: Sequence[int] = [0] * len(absent)
+    if call not in ("Gather", "Allgather"):
+        whole = first.shape[axis] if -first.ndim <= axis < first.ndim else 0
+        if call == "Alltoall":
+            gather, scatter = first.numbers[:2]
+            same = gather == scatter
+            whole = sum(r.shape[gather] for r in present) if same else first.shape[scatter]
+        rest = whole - sum(row.numbers[2] for row in present)
+        if call == "Alltoall" and absent and rest > 0:
+            ranks = ", ".join(map(str, absent))
+            watch.refuse(
+                comm,
+                call,
+                f"{rest} of the {whole} elements along the scatteraxis are for ranks ({ranks}) "
+                "that have run out of inputs",
+            )
+        # As a sequence is cut into nearly equal parts, the first ones longer.
+        shares = [(max(rest, 0) + len(absent) - 1 - k) // len(absent) for k in range(len(absent))]
+    filled = list(rows)
+    for r, share in zip(absent, shares, strict=True):
+        numbers = (*first.numbers[:2], share)[: len(first.numbers)]
+        filled[r] = first._replace(wants_grad=0, numbers=numbers, shape=tuple(shape))
+    return [row for row in filled if row is not None]

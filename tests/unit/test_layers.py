@@ -23,7 +23,7 @@ FLOORS = [
     {"ops", "errors", "config"},
     {"_core"},
     {"staging", "watch"},
-    {"dispatch", "arguments", "negotiate"},
+    {"dispatch", "arguments", "negotiate", "lifetime"},
     {"autograd"},
     {"communicator"},
     {"helpers", "nn"},
@@ -37,7 +37,12 @@ TOP = {
     "plugins",
     "debug",
 }  # nobody below imports these
-NEIGHBOURS = {("negotiate", "dispatch"), ("arguments", "dispatch"), ("nn", "helpers")}
+NEIGHBOURS = {
+    ("negotiate", "dispatch"),
+    ("arguments", "dispatch"),
+    ("lifetime", "dispatch"),
+    ("nn", "helpers"),
+}
 
 
 def room_of(path: Path) -> str:
