@@ -6,6 +6,8 @@ from libc.stdint cimport int64_t, uint64_t
 from libc.stdlib cimport free, malloc
 from libc.string cimport memcpy, memset
 
+import sys
+
 import torch
 
 from mpicoll.errors import CollectiveMismatchError
@@ -130,7 +132,7 @@ cdef object in_words(uint64_t call):
     if what in (BCAST, REDUCE, GATHER, SCATTER, BROADCAST):
         words.append(f"root {root}")
     if what >= AGREE:
-        words.append(f"{n} numbers, before a call whose sizes may differ")
+        words.append(f"{n} numbers")
     elif what != BARRIER:
         if what != ALLTOALL:  # every rank has its own number
             words.append("1 element" if n == 1 else f"{n} elements")
@@ -163,13 +165,31 @@ cdef int meet(Comm c, int channel, uint64_t call, const void* data, int64_t nbyt
                 )
                 mpicoll_shared_yield()
     if not mpicoll_shared_agree(shared):
-        said = [mpicoll_shared_call(shared, r) for r in range(c.size)]
-        lines = "".join(f"\n  rank {r}: {in_words(call)}" for r, call in enumerate(said))
         raise CollectiveMismatchError(
             f"{CALLS[call >> 60]} on rank {c.rank} of {c.size}: the ranks of the communicator do "
-            f"not make the same call:{lines}"
+            f"not make the same call:{who_called_what(c, channel)}"
         )
     return 0
+
+
+cdef object who_called_what(Comm c, int channel):
+    """A line for each rank; all are here, so each can tell the others where it was called."""
+    places = c.channels[channel].allgather(caller())
+    return "".join(
+        f"\n  rank {r}: {in_words(mpicoll_shared_call(&c.shared[channel], r))}{place}"
+        for r, place in enumerate(places)
+    )
+
+
+cdef object caller():
+    """The line of the user's program that runs."""
+    frame = sys._getframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("mpicoll", "torch"):
+            return f", {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 cdef int require_same(Comm c, int channel, uint64_t call) except -1:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll import MPI_MAX, MPI_SUM, CollectiveMismatchError, ReduceOp
 from mpicoll._core import shared_memory
+from mpicoll.nn import functional
 
 LIMIT = 256  # bytes; short, so that tests meet both sides of it
 DTYPES = [
@@ -214,6 +215,7 @@ def test_one_thread_at_a_time(comm, dup):
 # ---------------------------------------------------------------- ranks that disagree
 
 F = torch.float32
+PAIR = torch.ones(2)
 DISAGREEMENTS = {
     "count": (
         lambda c, odd: c.Allreduce(torch.ones(3 + odd), MPI_SUM),
@@ -262,15 +264,14 @@ DISAGREEMENTS = {
     "uneven sizes": (
         lambda c, odd: c.Gather(torch.ones(3), 0, 0) if odd else c.Allreduce(torch.ones(1), 2),
         "Allreduce, SUM, 1 element, float32",
-        "Exchange of sizes, 14 numbers, before a call whose sizes may differ",
+        "Exchange of sizes, 14 numbers",
     ),
     "gathers": (
         lambda c, odd: c.Gather(torch.ones(3), 0, 0) if odd else c.Allgather(torch.ones(3), 0),
         "Allgather, {W*3} elements, float32", "Gather, root 0, {W*3} elements, float32",
     ),
-    "gathers without sizes": (
-        lambda c, odd: mpicoll.nn.functional.gather(torch.ones(2), 1, c) if odd
-        else mpicoll.nn.functional.all_gather(torch.ones(2), c),
+    "gathers of equal sizes": (
+        lambda c, odd: functional.gather(PAIR, 1, c) if odd else functional.all_gather(PAIR, c),
         "Allgather, {W*2} elements, float32", "Gather, root 1, {W*2} elements, float32",
     ),
 }  # fmt: skip
@@ -282,6 +283,7 @@ DISAGREEMENTS = {
 def test_all_ranks_hear_of_a_disagreement(comm, dup, which, odd):
     made = dup(comm, LIMIT)
     call, usual, other = DISAGREEMENTS[which]
+    line = call.__code__.co_firstlineno
     odd_one = 0 if odd == "first" else comm.size - 1
     with pytest.raises((CollectiveMismatchError, ValueError)) as caught:
         call(made, comm.rank == odd_one)
@@ -290,7 +292,8 @@ def test_all_ranks_hear_of_a_disagreement(comm, dup, which, odd):
         assert f" on rank {comm.rank} of {comm.size}: the ranks of the communicator do not" in text
         for r in range(comm.size):
             words = (other if r == odd_one else usual).replace("{W*3}", str(3 * comm.size))
-            assert f"\n  rank {r}: {words.replace('{W*2}', str(2 * comm.size))}" in text
+            words = words.replace("{W*2}", str(2 * comm.size))
+            assert f"\n  rank {r}: {words}, {__file__}:{line} in <lambda>" in text
     else:  # found by the exchange of sizes
         assert which == "gathers"
         assert "the ranks disagree" in text
