@@ -12,6 +12,7 @@ from .autograd import JoinDummies
 from .autograd.point_to_point import JoinDummiesHandle, WaitHandle
 from .communicator import COMM_SELF, COMM_WORLD, Communicator, comm_from_mpi4py
 from .errors import CollectiveMismatchError, MPIError, PluginError, PluginMismatchError
+from .failure import allow_exceptions
 from .helpers import copy_to_group, reduce_from_group
 from .ops import ReduceOp
 from .staging import cuda_aware_mpi_support, deactivate_cuda_aware_mpi_support
@@ -60,6 +61,7 @@ __all__ = [
     "PluginMismatchError",
     "ReduceOp",
     "WaitHandle",
+    "allow_exceptions",
     "comm_from_mpi4py",
     "copy_to_group",
     "cuda_aware_mpi_support",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from . import config, lifetime, watch
+from . import config, failure, lifetime, watch
 from ._core import buffers, collectives, mpi
 from .arguments import (
     as_axis,
@@ -81,6 +81,7 @@ class Communicator:
 
     def _make(self) -> mpi.Comm:
         mpi.bind()
+        failure.watch_this_rank()
         watch.require_unobserved()  # making the channels is collective
         watch.first_use()
         settings = config.read()

@@ -25,6 +25,9 @@ class Settings:
     shared_bytes
         ``MPICOLL_SHARED_BYTES``: the longest message, in bytes, that travels through memory which
         the ranks of a node share, not through MPI (0: none does). The smallest of all ranks counts.
+    abort_on_error
+        ``MPICOLL_ABORT_ON_ERROR``: whether a failure that nobody caught on one rank ends the job
+        (1, the default) or only this rank (0).
     disabled_plugins
         ``MPICOLL_DISABLE_PLUGINS``: entry-point or distribution names, separated by commas, of
         plugins that are not imported; ``all`` for every installed one.
@@ -40,6 +43,7 @@ class Settings:
     chunk_bytes: int | None = None
     pool_bytes: int | None = None
     shared_bytes: int = 4096
+    abort_on_error: bool = True
     disabled_plugins: tuple[str, ...] = ()
     allowed_plugins: tuple[str, ...] | None = None
     plugin_errors: str = "raise"
@@ -53,9 +57,8 @@ def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
     ValueError
         A variable has a value that means nothing; the message names both.
     """
-    aware = environ.get("MPICOLL_CUDA_AWARE")
-    if aware not in (None, "", "0", "1"):
-        raise ValueError(f"MPICOLL_CUDA_AWARE is {aware!r}; it must be 0 or 1")
+    aware = _switch("MPICOLL_CUDA_AWARE", environ)
+    aborts = _switch("MPICOLL_ABORT_ON_ERROR", environ)
     chunk = environ.get("MPICOLL_CHUNK_BYTES")
     if chunk and not (chunk.isdigit() and int(chunk) >= 1024):
         raise ValueError(
@@ -68,14 +71,22 @@ def read(environ: os._Environ[str] | dict[str, str] = os.environ) -> Settings:
         raise ValueError(f"MPICOLL_PLUGIN_ERRORS is {errors!r}; it must be raise or warn")
     allowed = environ.get("MPICOLL_PLUGINS")
     return Settings(
-        cuda_aware=None if not aware else aware == "1",
+        cuda_aware=aware,
         chunk_bytes=int(chunk) if chunk else None,
         pool_bytes=pool,
         shared_bytes=Settings.shared_bytes if shared is None else shared,
+        abort_on_error=Settings.abort_on_error if aborts is None else aborts,
         disabled_plugins=_names(environ.get("MPICOLL_DISABLE_PLUGINS", "")),
         allowed_plugins=None if allowed is None else _names(allowed),
         plugin_errors=errors,
     )
+
+
+def _switch(name: str, environ: os._Environ[str] | dict[str, str]) -> bool | None:
+    text = environ.get(name)
+    if text not in (None, "", "0", "1"):
+        raise ValueError(f"{name} is {text!r}; it must be 0 or 1")
+    return text == "1" if text else None
 
 
 def _whole(name: str, environ: os._Environ[str] | dict[str, str]) -> int | None:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 import threading
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 import torch
 
-from .. import watch
+from .. import failure, watch
 from .._core import mpi
 from ..dispatch import Call
 from ..errors import CollectiveMismatchError, JoinAborted
@@ -27,6 +23,7 @@ __all__ = ["Session"]
 #: A rank that fails with ``on_error="propagate"`` ends the job where the others do not hear of it
 #: within so many seconds: they wait in something that mpicoll does not see.
 PATIENCE = 15.0
+_WHERE = "inside a Join context"
 #: Shadowed iterations after which a rank warns.
 BEHIND = 1000
 
@@ -167,8 +164,8 @@ class Session:
         if self.state == "over" or self.comm.size == 1:
             return
         if not self.propagates:
-            _abort(error, self.comm)
-        timer = threading.Timer(PATIENCE, _abort, (error, self.comm))
+            failure.abort(error, _WHERE)
+        timer = threading.Timer(PATIENCE, failure.abort, (error, _WHERE))
         timer.daemon = True
         timer.start()
         try:
@@ -260,19 +257,3 @@ class Session:
         present = tuple(r for r, row in enumerate(self.said) if row.kind != Kind.JOINED)
         whole = not self.shadows or self.state != "active" or len(present) == self.comm.size
         return None if whole else present
-
-
-def _abort(error: BaseException, comm: mpi.Comm) -> NoReturn:
-    """Print the traceback and end the job."""
-    from mpi4py import MPI
-
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    sys.stdout.flush()
-    sys.stderr.write(
-        f"{text}mpicoll: rank {comm.rank} of {comm.size} failed inside a Join context; the job is "
-        "aborted\n"
-    )
-    sys.stderr.flush()
-    time.sleep(0.5)  # launchers drop what they have not read yet when they hear of an abort
-    MPI.COMM_WORLD.Abort(1)
-    os._exit(1)  # some libraries return from MPI_Abort

@@ -333,6 +333,7 @@ def test_settings_that_mean_nothing():
         ("MPICOLL_CUDA_AWARE", "yes", "must be 0 or 1"),
         ("MPICOLL_CHUNK_BYTES", "lots", "whole number of bytes"),
         ("MPICOLL_CHUNK_BYTES", "10", "at least 1024"),
+        ("MPICOLL_ABORT_ON_ERROR", "no", "must be 0 or 1"),
         ("MPICOLL_POOL_BYTES", "-1", "whole number of bytes"),
         ("MPICOLL_SHARED_BYTES", "many", "whole number of bytes"),
     ):

@@ -22,7 +22,7 @@ MODULES = sorted(ROOT.rglob("*.py")) + sorted(ROOT.rglob("*.pyx"))
 FLOORS = [
     {"ops", "errors", "config"},
     {"_core"},
-    {"staging", "watch"},
+    {"staging", "watch", "failure"},
     {"dispatch", "arguments", "negotiate", "lifetime"},
     {"autograd"},
     {"communicator"},
