@@ -1164,9 +1164,6 @@ def as_communicator(call: str, group: Any) -> Communicator:
         return COMM_WORLD
     if isinstance(group, Communicator):
         return group
-    own = getattr(group, "_mpicoll_communicator", None)
-    if isinstance(own, Communicator):
-        return own
     if type(group).__module__.partition(".")[0] == "mpi4py":
         from mpi4py import MPI
 
@@ -1175,8 +1172,8 @@ def as_communicator(call: str, group: Any) -> Communicator:
                 raise ValueError(f"{call}: group is MPI.COMM_NULL: this rank is not in it")
             return comm_from_mpi4py(group)
     raise TypeError(
-        f"{call}: group must be None, a mpicoll.Communicator, an mpi4py.MPI.Comm or a process "
-        f"group of the mpicoll backend, not {type(group).__name__}"
+        f"{call}: group must be None, a mpicoll.Communicator or an mpi4py.MPI.Comm, not "
+        f"{type(group).__name__}"
     )
 
 

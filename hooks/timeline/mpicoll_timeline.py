@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{target}: {sum(len(p['events']) for p in parts)} events of {len(parts)} ranks")
 
 
-plugin = Timeline(Path(os.environ.get("MPICOLL_TIMELINE", "mpicoll-timeline.json")))
+plugin = Timeline(Path(os.environ.get("MPICOLL_TIMELINE") or "mpicoll-timeline.json"))
 
 if __name__ == "__main__":
     main()

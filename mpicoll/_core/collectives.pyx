@@ -135,7 +135,9 @@ cdef object in_words(uint64_t call):
         words.append(f"{n} numbers")
     elif what != BARRIER:
         if what != ALLTOALL:  # every rank has its own number
-            words.append("1 element" if n == 1 else f"{n} elements")
+            words.append(
+                ("1 element" if n == 1 else f"{n} elements") + " in all" * (what >= ALLGATHER)
+            )
         name = KINDS[kind >> 8] if kind >> 8 < 7 else f"kind {kind >> 8} with bits "
         words.append("bool" if name == "bool" else f"{name}{kind & 255}")
     return ", ".join(words)

@@ -1,7 +1,7 @@
 """Differentiable collectives in torch's words.
 
 In all functions ``group`` is None (the world), a :class:`mpicoll.Communicator`, an
-``mpi4py.MPI.Comm`` or a process group of the mpicoll backend, and ``src`` and ``dst`` are ranks
+``mpi4py.MPI.Comm``, and ``src`` and ``dst`` are ranks
 *of that group*. Every rank of the group calls, in the same order, forward and backward.
 """
 
