@@ -268,11 +268,13 @@ DISAGREEMENTS = {
     ),
     "gathers": (
         lambda c, odd: c.Gather(torch.ones(3), 0, 0) if odd else c.Allgather(torch.ones(3), 0),
-        "Allgather, {W*3} elements in all, float32", "Gather, root 0, {W*3} elements in all, float32",
+        "Allgather, {W*3} elements in all, float32",
+        "Gather, root 0, {W*3} elements in all, float32",
     ),
     "gathers of equal sizes": (
         lambda c, odd: functional.gather(PAIR, 1, c) if odd else functional.all_gather(PAIR, c),
-        "Allgather, {W*2} elements in all, float32", "Gather, root 1, {W*2} elements in all, float32",
+        "Allgather, {W*2} elements in all, float32",
+        "Gather, root 1, {W*2} elements in all, float32",
     ),
 }  # fmt: skip
 
