@@ -16,6 +16,7 @@ SOURCES = {
     "mpi": ["reductions.c"],
     "buffers": ["pool.c"],
     "collectives": ["reductions.c"],
+    "nonblocking": ["reductions.c"],
     "point_to_point": [],
 }
 HEADERS = ["mpi_api.h", "mpi_load.h", "dlpack.h", "pool.h", "reductions.h", "api_functions.txt"]
