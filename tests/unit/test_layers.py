@@ -23,7 +23,7 @@ FLOORS = [
     {"ops", "errors", "config"},
     {"_core"},
     {"staging", "watch"},
-    {"dispatch", "arguments", "negotiate"},
+    {"dispatch", "arguments", "negotiate", "nonblocking"},
     {"autograd"},
     {"communicator"},
     {"helpers", "nn"},
@@ -37,7 +37,7 @@ TOP = {
     "plugins",
     "debug",
 }  # nobody below imports these
-NEIGHBOURS = {("negotiate", "dispatch"), ("arguments", "dispatch"), ("nn", "helpers")}
+NEIGHBOURS = {("negotiate", "dispatch"), ("arguments", "dispatch"), ("nonblocking", "dispatch"), ("nn", "helpers")}
 
 
 def room_of(path: Path) -> str:
