@@ -96,12 +96,13 @@ class Communicator:
         _alive.add(made)
         return made
 
-    def _child(self, base: MPI.Comm, name: str) -> Communicator:
+    def _child(self, base: MPI.Comm, name: str, kept: bool = False) -> Communicator:
         child = Communicator(lambda: (base, True), name)
         comm = child._comm
         remains = _Remains(base, comm.channels, name, child._dropped)
         # Watches the core: nodes of a graph may need it longer than the user does.
-        child._finalizer = weakref.finalize(comm, _drop, self._dropped, self._children, remains)
+        drop = _keep if kept else _drop
+        child._finalizer = weakref.finalize(comm, drop, self._dropped, self._children, remains)
         child._finalizer.atexit = False
         return child
 
@@ -190,6 +191,12 @@ class Communicator:
         base = self.to_mpi4py()
         self._bury("Dup")
         return self._child(base.Dup(), f"Dup of {self._name}")
+
+    def _private(self, owner: str) -> Communicator:
+        """A duplicate for an object of mpicoll, freed after it without a warning. Collective."""
+        base = self.to_mpi4py()
+        self._bury(owner)
+        return self._child(base.Dup(), f"that of a {owner} on {self._name}", kept=True)
 
     def Split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Part the ranks into new communicators. Collective.
@@ -1137,6 +1144,10 @@ class _Remains(NamedTuple):
     dropped: dict[int, _Remains]
 
 
+def _keep(dropped: dict[int, _Remains], number: int, remains: _Remains) -> None:
+    dropped[number] = remains
+
+
 def _drop(dropped: dict[int, _Remains], number: int, remains: _Remains) -> None:
     warnings.warn(
         f"mpicoll: a communicator ({remains.name}) was dropped without Free(); it is freed at the "
@@ -1144,7 +1155,7 @@ def _drop(dropped: dict[int, _Remains], number: int, remains: _Remains) -> None:
         ResourceWarning,
         stacklevel=2,
     )
-    dropped[number] = remains
+    _keep(dropped, number, remains)
 
 
 def _bury(comm: mpi.Comm, dropped: dict[int, _Remains]) -> None:

@@ -152,7 +152,7 @@ class DataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters = bool(find_unused_parameters)
         self._bucket_bytes = bucket_bytes
         self._attach()
-        self._own = self._comm.Dup()
+        self._own = self._comm._private("DataParallel")
         self._compare()
         self._broadcast_state(0)
 
@@ -164,9 +164,7 @@ class DataParallel(torch.nn.Module, Joinable):
         self._frozen = [(n, p) for n, p in self.module.named_parameters() if not p.requires_grad]
         # Backward reaches the last parameters first.
         self._names, self._trained = map(list, zip(*reversed(named), strict=True))
-        self._members = partition(self._trained, self._bucket_bytes)
-        self._bucket_of = {i: k for k, some in enumerate(self._members) for i in some}
-        self._buckets: list[Bucket] = []
+        self._arrange()
         self._pass: _Pass | None = None
         self._armed = False  # a forward has been made whose backward has not
         self._early: dict[int, int] = {}
@@ -175,10 +173,17 @@ class DataParallel(torch.nn.Module, Joinable):
         for i, parameter in enumerate(self._trained):
             parameter.register_post_accumulate_grad_hook(functools.partial(_on_parameter, me, i))
 
+    def _arrange(self) -> None:
+        """Share the parameters out over buckets, which are made when they are first needed."""
+        self._kinds = [(p.dtype, p.device) for p in self._trained]
+        self._members = partition(self._trained, self._bucket_bytes)
+        self._bucket_of = {i: k for k, some in enumerate(self._members) for i in some}
+        self._buckets: list[Bucket] = []
+
     def __getstate__(self) -> dict[str, Any]:
         made = (
             "_frozen", "_names", "_trained", "_members", "_bucket_of", "_buckets", "_pass",
-            "_armed", "_early", "_unused",
+            "_armed", "_early", "_unused", "_kinds",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
@@ -298,6 +303,8 @@ class DataParallel(torch.nn.Module, Joinable):
                     f"DataParallel: parameter {name!r} requires a gradient now, but did not when "
                     "the wrapper was made; make a new one"
                 )
+        if any((p.dtype, p.device) != kind for p, kind in zip(self._trained, self._kinds, strict=True)):
+            self._arrange()  # the module has been moved, on all ranks
         Join.notify_join_context(self)
         told = Join._announce(self, _FORWARD if synchronizes else _UNSYNCHRONIZED)
         if synchronizes:

@@ -100,7 +100,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Joinable.__init__(self)
         everything = self._all()
         _check(everything)
-        self._own = self._communicator.Dup()
+        self._own = self._communicator._private("ZeroRedundancyOptimizer")
         self._load = [0] * self._own.size
         self._owner: dict[torch.Tensor, int] = {}
         self._consolidated: dict[str, Any] | None = None
