@@ -22,7 +22,7 @@ from .member import MemberHook
 __all__ = ["ZeroRedundancyOptimizer"]
 
 _BUCKET_BYTES = 25 << 20
-_STEP = "step"
+_STEP, _FAILED = "step", "step, in which another rank failed,"  # what the others hear
 _DESCRIBED = 46  # numbers of the description of a group that travel with the first message
 
 
@@ -162,6 +162,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         except BaseException:
             del self.param_groups[-1]
             raise
+        _copy_options(self.param_groups[:-1], self.optim.param_groups)
         self.optim.add_param_group(self._share(self.param_groups[-1]))
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
@@ -190,12 +191,21 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
                 loss = closure()
         Join.notify_join_context(self)
         told = Join._announce(self, _STEP)
-        self._update(None if told is None else told.present)
+        failed = self._update(None if told is None else told.present)
+        if failed is not None:
+            Join._announce(self, _FAILED)  # hears why, and raises
+            raise RuntimeError(
+                f"ZeroRedundancyOptimizer on rank {self._own.rank} of {self._own.size}: the step of "
+                f"the share of rank {failed} failed; its parameters may have kept their values"
+            )
         return loss
 
     @torch.no_grad()
-    def _update(self, present: tuple[int, ...] | None) -> None:
-        """Update this rank's share and exchange the results; `present`: see :class:`MemberHook`."""
+    def _update(self, present: tuple[int, ...] | None) -> int | None:
+        """Update this rank's share and exchange the results; `present`: see :class:`MemberHook`.
+
+        Raises where this rank has failed, and returns the first other rank that has.
+        """
         if present is not None and len(present) < self._own.size:
             self._inform(present)
         self._consolidated = None
@@ -212,12 +222,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         self._exchange()
         if failure is not None:
             raise failure
-        failed = [r for r, ((wrong,), _) in enumerate(said) if wrong]
-        if failed:
-            raise RuntimeError(
-                f"ZeroRedundancyOptimizer on rank {own.rank} of {own.size}: the step of the share "
-                f"of rank {failed[0]} failed; its parameters may have kept their values"
-            )
+        return next((r for r, ((wrong,), _) in enumerate(said) if wrong), None)
 
     def _exchange(self) -> None:
         """Give all ranks the parameters as their owners have them."""
@@ -396,7 +401,7 @@ class _Hook(MemberHook):
 
     def answer(self, action: str, present: tuple[int, ...]) -> bool:
         """Take part in a step of the others."""
-        self.optimizer._update(present)
+        self.optimizer._update(present)  # of a failure elsewhere it hears in the next round
         return True
 
 
