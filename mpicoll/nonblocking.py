@@ -1,4 +1,4 @@
-"""Collectives that go on while the program computes: stage in, start; later test or wait, stage out.
+"""Collectives that go on while the program computes: stage in, start; test or wait, stage out.
 
 A :class:`Pending` holds the tensor and host memory until MPI is done with them.
 """
@@ -39,7 +39,7 @@ class Pending:
         self.target = tensor.detach()
         self.request: nonblocking.CollectiveRequest | None = None
         self.done = False
-        self._told = None
+        self._told: tuple[watch.Event, tuple[watch.Observer, ...]] | None = None
         self._pipeline: Pipeline | None = None
         self._arriving: torch.cuda.Event | None = None
         if plan_for(tensor.device).direct:

@@ -231,7 +231,23 @@ class DataParallel(torch.nn.Module, Joinable):
     # ------------------------------------------------------------ the interface of torch
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """What the wrapped module returns for the same arguments."""
+        """Call the module.
+
+        Parameters
+        ----------
+        *inputs, **kwargs
+            The arguments of ``module``.
+
+        Returns
+        -------
+        object
+            What ``module`` returns.
+
+        Raises
+        ------
+        RuntimeError
+            A parameter requires a gradient that did not when the wrapper was made.
+        """
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
             self._before_forward(synchronizes)
@@ -303,7 +319,7 @@ class DataParallel(torch.nn.Module, Joinable):
                     f"DataParallel: parameter {name!r} requires a gradient now, but did not when "
                     "the wrapper was made; make a new one"
                 )
-        if any((p.dtype, p.device) != kind for p, kind in zip(self._trained, self._kinds, strict=True)):
+        if [(p.dtype, p.device) for p in self._trained] != self._kinds:
             self._arrange()  # the module has been moved, on all ranks
         Join.notify_join_context(self)
         told = Join._announce(self, _FORWARD if synchronizes else _UNSYNCHRONIZED)
@@ -463,8 +479,8 @@ class DataParallel(torch.nn.Module, Joinable):
             return
         Join._announce(self, _FAILED)  # hears why, and raises
         raise RuntimeError(
-            f"DataParallel on rank {self._own.rank} of {self._own.size}: backward failed on another "
-            "rank; the gradients have not been averaged"
+            f"DataParallel on rank {self._own.rank} of {self._own.size}: backward failed on "
+            "another rank; the gradients have not been averaged"
         )
 
     def _collect(self, started: Sequence[Pending], alone: bool = True) -> bool:
@@ -474,7 +490,7 @@ class DataParallel(torch.nn.Module, Joinable):
         """
         for pending in started:
             pending.wait()
-        counts = [bucket.rest.tolist() for bucket in self._buckets]
+        counts = [bucket.rest.cpu().tolist() for bucket in self._buckets]
         if any(count[-1] != 0 for count in counts):
             return False
         for some, bucket, count in zip(self._members, self._buckets, counts, strict=True):

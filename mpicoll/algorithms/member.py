@@ -1,4 +1,4 @@
-"""Joinables that announce everything they do, so that nobody has to know what an iteration holds."""
+"""Joinables that announce all that they do: nobody has to know what an iteration consists of."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ class MemberHook(JoinHook):
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """This rank leaves the context with an exception: let go whoever waits for it."""
+        """Release the ranks that wait for this one, which leaves the context with an exception."""

@@ -167,7 +167,7 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         _copy_options(self.optim.param_groups, self.param_groups)
         self._consolidated = None
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters. Collective.
 
         Parameters
@@ -195,8 +195,8 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         if failed is not None:
             Join._announce(self, _FAILED)  # hears why, and raises
             raise RuntimeError(
-                f"ZeroRedundancyOptimizer on rank {self._own.rank} of {self._own.size}: the step of "
-                f"the share of rank {failed} failed; its parameters may have kept their values"
+                f"ZeroRedundancyOptimizer on rank {self._own.rank} of {self._own.size}: the step "
+                f"of the share of rank {failed} failed; its parameters may have kept their values"
             )
         return loss
 

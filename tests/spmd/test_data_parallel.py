@@ -95,7 +95,9 @@ def test_gradients_are_averaged(comm, bucket_bytes):
 
 @every
 def test_all_start_like_rank_0(comm):
-    made = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+    made = torch.nn.Sequential(
+        torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1)
+    )
     with torch.no_grad():
         for tensor in made.state_dict().values():
             tensor.fill_(comm.rank + 1)
@@ -181,9 +183,7 @@ def chosen(rank, size):
 @pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("bucket_bytes", [1, 25 << 20])
 def test_unused_parameters(comm, bucket_bytes, find):
-    model = DataParallel(
-        Branches(), comm, bucket_bytes=bucket_bytes, find_unused_parameters=find
-    )
+    model = DataParallel(Branches(), comm, bucket_bytes=bucket_bytes, find_unused_parameters=find)
     alone = Branches()
     for _ in range(2):
         model.zero_grad()
@@ -203,9 +203,9 @@ def test_unused_parameters(comm, bucket_bytes, find):
 @every
 def test_find_unused_parameters_starts_before_the_end(comm):
     """The buckets of what is not used do not hold up the others."""
+    started = []
     for find in (False, True):
         model = DataParallel(Branches(3), comm, bucket_bytes=1, find_unused_parameters=find)
-        started = []
         observer = watch.observe(lambda event: started.append(event.op), lambda event: None)
         try:
             x = batch(comm.rank).requires_grad_()
@@ -294,8 +294,7 @@ def test_accumulation_with_synchronization(comm):
     for k in range(3):
         loss(model(batch(comm.rank, k)), comm.rank).backward()
     parts = [
-        gradients(alone, *(loss(alone(batch(r, k)), r) for k in range(3)))
-        for r in range(comm.size)
+        gradients(alone, *(loss(alone(batch(r, k)), r) for k in range(3))) for r in range(comm.size)
     ]
     check(grads(model), mean(parts))
     model.zero_grad(set_to_none=False)
@@ -350,7 +349,7 @@ def test_torch_autograd_grad_communicates_nothing(comm):
     model, alone = DataParallel(layers(), comm), layers()
     x = batch(comm.rank).requires_grad_()
     if comm.rank == 0:
-        check([torch.autograd.grad(loss(alone(x)), x)[0]], [torch.autograd.grad(loss(alone(x)), x)[0]])
+        check(*(torch.autograd.grad(loss(module(x)), [x]) for module in (model, alone)))
     (inner,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
     assert grads(model) == [None] * 6
     inner.square().sum().backward()
@@ -473,7 +472,7 @@ def test_what_find_unused_parameters_cannot_see_is_an_error(comm):
 
 
 class Checkpointed(torch.nn.Module):
-    """All its parameters lie in checkpoints, in one backward pass inside the other where reentrant."""
+    """All its parameters lie in checkpoints: where reentrant, a backward pass inside the other."""
 
     def __init__(self, reentrant, nested):
         super().__init__()
@@ -1078,7 +1077,9 @@ def test_a_failure_reaches_all_ranks(comm, where, out, works):
     model.zero_grad()
     alone = Fragile()
     loss(model(batch(comm.rank, 9))).backward()
-    check(grads(model), mean([gradients(alone, loss(alone(batch(r, 9)))) for r in range(comm.size)]))
+    check(
+        grads(model), mean([gradients(alone, loss(alone(batch(r, 9)))) for r in range(comm.size)])
+    )
 
 
 @ranks(2, 3)
@@ -1086,9 +1087,9 @@ def test_ranks_that_do_not_do_the_same(comm):
     model = DataParallel(layers(), comm)
 
     def body():
-        with Join([model], on_error="propagate"):
-            with model.no_sync() if comm.rank == 0 else torch.enable_grad():
-                model(batch(comm.rank))
+        here = model.no_sync() if comm.rank == 0 else torch.enable_grad()
+        with Join([model], on_error="propagate"), here:
+            model(batch(comm.rank))
 
     with pytest.raises(CollectiveMismatchError, match=r"no_sync\(\) of joinables\[0\]"):
         body()

@@ -37,7 +37,12 @@ TOP = {
     "plugins",
     "debug",
 }  # nobody below imports these
-NEIGHBOURS = {("negotiate", "dispatch"), ("arguments", "dispatch"), ("nonblocking", "dispatch"), ("nn", "helpers")}
+NEIGHBOURS = {
+    ("negotiate", "dispatch"),
+    ("arguments", "dispatch"),
+    ("nonblocking", "dispatch"),
+    ("nn", "helpers"),
+}
 
 
 def room_of(path: Path) -> str:
