@@ -14,7 +14,7 @@ import torch
 
 from ..arguments import as_numelem, check_reducible
 from ..communicator import Communicator, as_communicator
-from ..dispatch import BACKWARD, CONTROL, USER, Call
+from ..dispatch import BACKWARD, CONTROL, Call
 from ..helpers import broadcast_tensors
 from ..negotiate import agree_lists
 from ..nonblocking import Pending
@@ -52,6 +52,7 @@ class _Pass:
         self.ready: set[int] = set()
         self.missing = [len(some) for some in members]
         self.started: list[Pending] = []
+        self.launched = self.arrived = 0  # of those
 
 
 class DataParallel(torch.nn.Module, Joinable):
@@ -102,18 +103,22 @@ class DataParallel(torch.nn.Module, Joinable):
     backward goes on, each as soon as it and those before it are complete.
 
     Forward without gradients (``torch.no_grad``) communicates nothing, and neither does backward
-    through a forward in :meth:`no_sync`; the next backward outside adds what has gathered. Where
-    backward ends with an exception on one rank, the other ranks wait for this rank's next forward
-    (or its end of the :class:`Join` context) and then raise ``RuntimeError``.
+    through a forward in :meth:`no_sync`; the next backward outside adds what has gathered. Backward
+    once more through the same graph averages, too, where it comes to the outputs. Where backward
+    ends with an exception on one rank, the other ranks wait for this rank's next forward (or its
+    end of the :class:`Join` context) and then raise ``RuntimeError``.
 
-    Within :class:`Join`, as a joinable, ranks that have run out of inputs contribute zeros;
-    ``divide_by_initial_world_size=False`` lets the mean be one over the others only, which is also
-    right for gradients to which several averaged passes add. In the end all ranks have the
-    parameters and buffers of the highest rank that ran out last.
+    Within :class:`Join`, as a joinable, ranks that have run out of inputs contribute zeros, also
+    for what has gathered there within :meth:`no_sync`. ``divide_by_initial_world_size=False`` lets
+    the mean be one over the others only; with the default, gradients to which several averaged
+    passes add (no ``zero_grad()`` between them) shrink as ranks run out. In the end all ranks have
+    the parameters and buffers of the highest rank that ran out last.
 
-    ``DataParallel`` is not differentiated twice, does not see parameters that ``module`` gets or
-    that begin to require a gradient after it was made (the latter raises ``RuntimeError``), and
-    takes part in ``copy.deepcopy`` but not in pickling: save the ``state_dict()``.
+    The means cannot be differentiated. Parameters that `module` gets after it was wrapped are not
+    seen; those that begin to require a gradient raise ``RuntimeError``.
+
+    The messages are non-blocking. Libraries without a progress thread of their own go on with them
+    when backward comes to the next parameter, which then takes longer.
 
     **Cost**: one all-reduce of each bucket, with one element more for each parameter, and for all
     buffers of a dtype one broadcast per forward.
@@ -152,7 +157,6 @@ class DataParallel(torch.nn.Module, Joinable):
         self.find_unused_parameters = bool(find_unused_parameters)
         self._bucket_bytes = bucket_bytes
         self._attach()
-        self._own = self._comm._private("DataParallel")
         self._compare()
         self._broadcast_state(0)
 
@@ -165,8 +169,10 @@ class DataParallel(torch.nn.Module, Joinable):
         # Backward reaches the last parameters first.
         self._names, self._trained = map(list, zip(*reversed(named), strict=True))
         self._arrange()
+        self._private: Communicator | None = None
         self._pass: _Pass | None = None
         self._armed = False  # a forward has been made whose backward has not
+        self._blind = False  # the outputs of the last forward could not be seen
         self._early: dict[int, int] = {}
         self._unused: set[int] | None = None
         me = weakref.ref(self)  # a parameter does not keep its wrapper
@@ -183,13 +189,20 @@ class DataParallel(torch.nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         made = (
             "_frozen", "_names", "_trained", "_members", "_bucket_of", "_buckets", "_pass",
-            "_armed", "_early", "_unused", "_kinds",
+            "_armed", "_blind", "_early", "_unused", "_kinds", "_private",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._attach()
+
+    @property
+    def _own(self) -> Communicator:
+        """The duplicate on which messages travel; a copy makes its own when it first needs it."""
+        if self._private is None:
+            self._private = self._comm._private("DataParallel")
+        return self._private
 
     def _compare(self) -> None:
         """Raise on all ranks where their modules or arguments differ."""
@@ -334,11 +347,13 @@ class DataParallel(torch.nn.Module, Joinable):
     def _after_forward(self, output: Any) -> None:
         """Expect a backward pass, and know it when it comes to the outputs."""
         self._armed = True
-        found = [t for t in _tensors(output) if t.grad_fn is not None]
+        found = [t for t in _tensors(output) if t.requires_grad]
         me = weakref.ref(self)
         for tensor in found:
-            tensor.register_hook(functools.partial(_on_output, me))
-        if self.find_unused_parameters:
+            if tensor.grad_fn is not None:  # a hook of a leaf would stay
+                tensor.register_hook(functools.partial(_on_output, me))
+        self._blind = not found or any(t.grad_fn is None for t in found)
+        if self.find_unused_parameters and found:
             used = _reached(found)
             unused = {i for i, p in enumerate(self._trained) if id(p) not in used}
             self._unused = unused if self._unused is None else self._unused & unused
@@ -406,12 +421,10 @@ class DataParallel(torch.nn.Module, Joinable):
         """Start what is complete, in order, and let MPI make progress with what has started."""
         while len(this.started) < len(this.missing) and not this.missing[len(this.started)]:
             self._start(this)
-        for pending in this.started:
-            if not pending.launch():
-                break
-        for pending in this.started:
-            if not pending.test():
-                break
+        while this.launched < len(this.started) and this.started[this.launched].launch():
+            this.launched += 1
+        while this.arrived < this.launched and this.started[this.arrived].test():
+            this.arrived += 1
 
     def _start(self, this: _Pass, failed: bool = False) -> None:
         """Average the next bucket."""
@@ -450,9 +463,10 @@ class DataParallel(torch.nn.Module, Joinable):
         if told is not None and not told.options.get("divide_by_initial_world_size", True):
             present = told.present
         call = Call(
-            OPERATIONS["Allreduce"], self._own._comm, channel=USER, op=ReduceOp.AVG, present=present
-        )
-        return Pending(call, bucket.flat, BACKWARD)
+            OPERATIONS["Allreduce"], self._own._comm, channel=BACKWARD, op=ReduceOp.AVG,
+            present=present,
+        )  # fmt: skip
+        return Pending(call, bucket.flat, CONTROL)
 
     @torch.no_grad()
     def _end(self, this: _Pass) -> None:
@@ -474,7 +488,7 @@ class DataParallel(torch.nn.Module, Joinable):
             return
         while len(this.started) < len(self._members):
             self._start(this)
-        self._pass, self._armed = None, False
+        self._pass, self._armed = None, self._blind
         if self._collect(this.started):
             return
         Join._announce(self, _FAILED)  # hears why, and raises
@@ -536,6 +550,7 @@ class _Hook(MemberHook):
     def __init__(self, model: DataParallel, options: Mapping[str, Any]) -> None:
         self.model = model
         self.options = options
+        self.own = model._own  # of a copy: made here, by all ranks
 
     def answer(self, action: str, present: tuple[int, ...]) -> bool:
         """Take part in a forward or a backward of the others."""
@@ -627,12 +642,12 @@ def _words(rows: Sequence[tuple[int, ...]], at: int, first: Sequence[tuple[int, 
 
 
 def _tensors(thing: Any, seen: set[int] | None = None) -> Iterable[torch.Tensor]:
-    """The tensors in what a forward returns."""
+    """The tensors in what a forward returns: in containers and dataclasses."""
     seen = set() if seen is None else seen
     if isinstance(thing, torch.Tensor):
         yield thing
         return
-    if thing is None or isinstance(thing, (int, float, str, bytes)) or id(thing) in seen:
+    if id(thing) in seen:
         return
     seen.add(id(thing))
     parts: Iterable[Any] = ()
@@ -640,22 +655,23 @@ def _tensors(thing: Any, seen: set[int] | None = None) -> Iterable[torch.Tensor]
         parts = thing.values()
     elif isinstance(thing, (list, tuple, set, frozenset)):
         parts = thing
-    elif dataclasses.is_dataclass(thing) or hasattr(thing, "__dict__"):
-        parts = vars(thing).values()
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        parts = [getattr(thing, field.name, None) for field in dataclasses.fields(thing)]
     for part in parts:
         yield from _tensors(part, seen)
 
 
 def _reached(tensors: Iterable[torch.Tensor]) -> set[int]:
     """The ids of the leaves on which `tensors` depend."""
-    waiting = [t.grad_fn for t in tensors]
-    seen, found = set(waiting), set()
+    tensors = list(tensors)
+    waiting = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    seen, found = set(waiting), {id(t) for t in tensors if t.grad_fn is None}
     while waiting:
         node = waiting.pop()
         variable = getattr(node, "variable", None)
         if variable is not None:
             found.add(id(variable))
-        for following, _ in node.next_functions if node is not None else ():
+        for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)

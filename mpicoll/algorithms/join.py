@@ -96,6 +96,10 @@ class Join:
     raises ``RuntimeError`` on all ranks: messages between two ranks, Bcast and Scatter whose root
     has run out, Alltoall with data for such a rank, Split, Dup and Free.
 
+    :class:`DataParallel` and :class:`ZeroRedundancyOptimizer` announce each forward, backward and
+    step, in rounds that only their own hooks answer: an iteration may have any number of them.
+    ``iterations`` counts what the first joinable announces.
+
     Entering is collective on the communicator of the joinables. So is making the context where an
     object is to be adapted: on the communicator of the other joinables, the world if there is none.
 

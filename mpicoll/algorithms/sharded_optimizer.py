@@ -110,6 +110,12 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         _copy_options(self.optim.param_groups, self.param_groups)  # what the class adds
         self._ready = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "ZeroRedundancyOptimizer: the state is shared out over the ranks, so that one of them "
+            "cannot copy or pickle it; use consolidate_state_dict() and state_dict()"
+        )
+
     def _all(self) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 

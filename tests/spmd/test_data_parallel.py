@@ -400,8 +400,10 @@ SHAPES = {
 
 
 @every
+@pytest.mark.parametrize("find", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_of_any_shape(comm, shape):
+def test_outputs_of_any_shape(comm, shape, find):
+    """Also where none of the wrapper's outputs can be seen."""
     wrap, unwrap = SHAPES[shape]
 
     class Wrapping(torch.nn.Module):
@@ -412,12 +414,33 @@ def test_outputs_of_any_shape(comm, shape):
         def forward(self, x):
             return wrap(self.inner(x))
 
-    model, alone = DataParallel(Wrapping(), comm), layers()
+    model, alone = DataParallel(Wrapping(), comm, find_unused_parameters=find), layers()
     for _ in range(2):
         model.zero_grad()
-        loss(unwrap(model(batch(comm.rank)))).backward()
-        parts = [gradients(alone, loss(alone(batch(r)))) for r in range(comm.size)]
-        check(grads(model), mean(parts))
+        total = loss(unwrap(model(batch(comm.rank))))
+        for times in (1, 2):
+            total.backward(retain_graph=True)
+            parts = [gradients(alone, loss(alone(batch(r)))) for r in range(comm.size)]
+            check(grads(model), [times * g for g in mean(parts)])
+
+
+@every
+@pytest.mark.parametrize("find", [False, True])
+def test_a_parameter_as_output(comm, find):
+    class Own(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w, self.v = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+
+        def forward(self):
+            return self.w
+
+    model = DataParallel(Own(), comm, bucket_bytes=1, find_unused_parameters=find)
+    for _ in range(2):
+        model.zero_grad()
+        (model() * (comm.rank + 1)).sum().backward()
+        assert model.module.w.grad.tolist() == [(comm.size + 1) / 2] * 2
+        assert model.module.v.grad is None
 
 
 class Auxiliary(torch.nn.Module):
@@ -559,9 +582,13 @@ def test_buckets_start_in_one_order_while_backward_goes_on(comm):
     log = []
     for i, p in enumerate(model.module.parts):
         p.register_post_accumulate_grad_hook(lambda p, i=i: log.append(i))
-    observer = watch.observe(
-        lambda event: log.append(("start", event.count)), lambda e: log.append(("end", e.count))
-    )
+    events = []
+
+    def started(event):
+        events.append((event.op, event.direction, event.reduce_op, event.dtype))
+        log.append(("start", event.count))
+
+    observer = watch.observe(started, lambda event: log.append(("end", event.count)))
     order = [0, 1, 2, 3, 4] if comm.rank % 2 == 0 else [2, 4, 3, 1, 0]
     try:
         output = model(order)
@@ -569,6 +596,7 @@ def test_buckets_start_in_one_order_while_backward_goes_on(comm):
         output.backward()
     finally:
         watch.stop(observer)
+    assert events == [("Allreduce", "backward", "AVG", torch.float64)] * 5
     sizes = [n + 2 + 2 for n in range(5)][::-1]  # one more for the parameter, one for failures
     assert [n for word, n in (x for x in log if isinstance(x, tuple)) if word == "start"] == sizes
     assert [n for word, n in (x for x in log if isinstance(x, tuple)) if word == "end"] == sizes
@@ -786,7 +814,7 @@ def test_copies(comm):
     alone = layers()
     check(grads(twin), mean([gradients(alone, loss(alone(batch(r)), r)) for r in range(comm.size)]))
     check(grads(model), mean([gradients(alone, loss(alone(batch(r)))) for r in range(comm.size)]))
-    with pytest.raises(TypeError, match="cannot be pickled"):
+    with pytest.raises(TypeError, match="cannot be pickled"):  # the communicator
         pickle.dumps(model)
     other = DataParallel(layers(9), comm)
     other.load_state_dict(model.state_dict())
@@ -1104,8 +1132,22 @@ def test_what_join_asks_for(comm):
     assert model.join_device == torch.device("cpu")
 
 
-def test_on_the_world():
-    assert DataParallel(layers()).join_process_group is mpicoll.COMM_WORLD
+def test_on_the_world(world):
+    """It can be pickled, too."""
+    model = DataParallel(layers())
+    assert model.join_process_group is world
+    twin = pickle.loads(pickle.dumps(model))
+    loss(twin(batch(world.rank))).backward()
+    alone = layers()
+    check(grads(twin), mean([gradients(alone, loss(alone(batch(r)))) for r in range(world.size)]))
+    assert grads(model) == [None] * 6
+    with Join([twin, model]):
+        for k in range(world.rank + 1):
+            twin.zero_grad()
+            loss(twin(batch(world.rank, k))).backward()
+    last = world.size - 1
+    parts = [[g / world.size for g in gradients(alone, loss(alone(batch(last, last))))]]
+    check(grads(twin), mean(parts))
 
 
 @every

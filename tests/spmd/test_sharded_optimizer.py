@@ -313,6 +313,13 @@ def test_a_step_that_fails(comm, works):
 
 
 @every
+def test_copies_are_refused(comm):
+    optimizer = ZeroRedundancyOptimizer(layers().parameters(), torch.optim.Adam, comm)
+    with pytest.raises(TypeError, match="shared out over the ranks"):
+        copy.deepcopy(optimizer)
+
+
+@every
 def test_its_communicator_goes_with_it(comm):
     for _ in range(3):
         optimizer = ZeroRedundancyOptimizer(layers().parameters(), torch.optim.Adam, comm)
