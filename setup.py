@@ -16,6 +16,7 @@ SOURCES = {
     "mpi": ["reductions.c", "shared.c"],
     "buffers": ["pool.c"],
     "collectives": ["reductions.c", "shared.c"],
+    "nonblocking": ["reductions.c"],
     "point_to_point": [],
 }
 HEADERS = [

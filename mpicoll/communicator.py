@@ -94,14 +94,13 @@ class Communicator:
         self._made, self._owned = made, owned
         return made
 
-    def _child(self, base: MPI.Comm, name: str) -> Communicator:
+    def _child(self, base: MPI.Comm, name: str, kept: bool = False) -> Communicator:
         child = Communicator(lambda: (base, True), name)
         comm = child._comm
         remains = lifetime.Remains(base, comm.channels, name, child._dropped)
         # Watches the core: nodes of a graph may need it longer than the user does.
-        child._finalizer = weakref.finalize(
-            comm, lifetime.drop, self._dropped, self._children, remains
-        )
+        drop = lifetime.keep if kept else lifetime.drop
+        child._finalizer = weakref.finalize(comm, drop, self._dropped, self._children, remains)
         child._finalizer.atexit = False
         return child
 
@@ -190,6 +189,12 @@ class Communicator:
         base = self.to_mpi4py()
         self._bury("Dup")
         return self._child(base.Dup(), f"Dup of {self._name}")
+
+    def _private(self, owner: str) -> Communicator:
+        """A duplicate for an object of mpicoll, freed after it without a warning. Collective."""
+        base = self.to_mpi4py()
+        self._bury(owner)
+        return self._child(base.Dup(), f"that of a {owner} on {self._name}", kept=True)
 
     def Split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Part the ranks into new communicators. Collective.

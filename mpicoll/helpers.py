@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from .arguments import check_reducible
 from .autograd import copy_to, reduce_from
-from .communicator import as_communicator
+from .communicator import Communicator, as_communicator
 from .ops import ReduceOp
-from .staging import check_tensor
+from .staging import Bucket, check_tensor, partition
 
 __all__ = ["copy_to_group", "reduce_from_group"]
 
@@ -78,3 +79,25 @@ def reduce_from_group(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
     check_tensor("reduce_from_group", "tensor", tensor)
     check_reducible("reduce_from_group", ReduceOp.SUM, tensor)
     return reduce_from(tensor, as_communicator("reduce_from_group", group)._comm)
+
+
+@torch.no_grad()
+def broadcast_tensors(
+    comm: Communicator,
+    tensors: Sequence[torch.Tensor],
+    root: int,
+    bucket_bytes: int,
+    if_changed: bool = False,
+) -> None:
+    """Give `tensors` the values that they have on `root`, many of them in one message.
+
+    With `if_changed`, a tensor that has them already is not written.
+    """
+    for members in partition(tensors, bucket_bytes):
+        some = [tensors[i] for i in members]
+        bucket = Bucket(some)
+        flat = bucket.gather(some)
+        before = flat.clone() if if_changed else None
+        comm.Bcast_(flat, root)
+        if comm.rank != root:
+            bucket.scatter(some, before)

@@ -14,7 +14,7 @@ from .dispatch import CONTROL
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Remains", "bury", "drop", "report_unanswered", "with_channels"]
+__all__ = ["Remains", "bury", "drop", "keep", "report_unanswered", "with_channels"]
 
 #: Every core communicator, for the report at exit.
 _alive: weakref.WeakSet[mpi.Comm] = weakref.WeakSet()
@@ -43,15 +43,20 @@ class Remains(NamedTuple):
     dropped: dict[int, Remains]
 
 
+def keep(dropped: dict[int, Remains], number: int, remains: Remains) -> None:
+    """Remember a communicator that nobody refers to any more, to free it later."""
+    dropped[number] = remains
+
+
 def drop(dropped: dict[int, Remains], number: int, remains: Remains) -> None:
-    """Remember a communicator that nobody refers to any more, and say so."""
+    """:func:`keep` one that the user should have freed, and say so."""
     warnings.warn(
         f"mpicoll: a communicator ({remains.name}) was dropped without Free(); it is freed at the "
         "next collective act on its parent, or at exit",
         ResourceWarning,
         stacklevel=2,
     )
-    dropped[number] = remains
+    keep(dropped, number, remains)
 
 
 def bury(comm: mpi.Comm, dropped: dict[int, Remains]) -> None:

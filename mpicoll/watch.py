@@ -24,7 +24,9 @@ __all__ = [
     "agree",
     "at_first_use",
     "barrier",
+    "begin",
     "complete",
+    "end",
     "events",
     "exchange",
     "first_use",
@@ -214,22 +216,38 @@ def first_use() -> None:
         _waiting.pop(0)()
 
 
-def events(perform: Callable[[], Any], *about: Any) -> Any:
-    """Carry out `perform`, between the calls of the observers; `about` makes the :class:`Event`."""
+def begin(*about: Any) -> tuple[Event, tuple[Observer, ...]] | None:
+    """Tell the observers that a collective starts; give the result to :func:`end`, once."""
     if not _observers:
-        return perform()
+        return None
     event = Event(*about)
     seen = tuple(_observers)  # always paired, also if one is stopped meanwhile
     _tell(seen, 0, event)
     event.t_start = time.perf_counter()
+    return event, seen
+
+
+def end(begun: tuple[Event, tuple[Observer, ...]], error: BaseException | None = None) -> None:
+    """Tell those whom :func:`begin` told that it has ended, and with which error."""
+    event, seen = begun
+    event.error = error
+    event.t_end = time.perf_counter()
+    _tell(seen, 1, event)
+
+
+def events(perform: Callable[[], Any], *about: Any) -> Any:
+    """Carry out `perform`, between the calls of the observers; `about` makes the :class:`Event`."""
+    begun = begin(*about)
+    if begun is None:
+        return perform()
+    failure: BaseException | None = None
     try:
         return perform()
     except BaseException as error:
-        event.error = error
+        failure = error
         raise
     finally:
-        event.t_end = time.perf_counter()
-        _tell(seen, 1, event)
+        end(begun, failure)
 
 
 def _tell(observers: Sequence[Observer], which: int, event: Event) -> None:

@@ -2,9 +2,19 @@
 
 from ..communicator import Communicator
 from ..errors import CollectiveMismatchError, JoinAborted
+from .data_parallel import DataParallel
 from .join import Join
 from .joinable import Joinable, JoinHook
+from .sharded_optimizer import ZeroRedundancyOptimizer
 
 Joinable.register(Communicator)
 
-__all__ = ["CollectiveMismatchError", "Join", "JoinAborted", "JoinHook", "Joinable"]
+__all__ = [
+    "CollectiveMismatchError",
+    "DataParallel",
+    "Join",
+    "JoinAborted",
+    "JoinHook",
+    "Joinable",
+    "ZeroRedundancyOptimizer",
+]

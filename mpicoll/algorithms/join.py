@@ -10,6 +10,7 @@ from .. import plugins
 from ..communicator import Communicator, as_communicator
 from ..errors import JoinAborted, PluginError
 from .joinable import Joinable, JoinHook
+from .member import Announced, MemberHook
 from .session import Session
 from .shadow import CommunicatorHook
 
@@ -94,6 +95,10 @@ class Join:
     (zeros in ``mpicoll.nn.functional``, whose shapes are fixed). What has no neutral element
     raises ``RuntimeError`` on all ranks: messages between two ranks, Bcast and Scatter whose root
     has run out, Alltoall with data for such a rank, Split, Dup and Free.
+
+    :class:`DataParallel` and :class:`ZeroRedundancyOptimizer` announce each forward, backward and
+    step, in rounds that only their own hooks answer: an iteration may have any number of them.
+    ``iterations`` counts what the first joinable announces.
 
     Entering is collective on the communicator of the joinables. So is making the context where an
     object is to be adapted: on the communicator of the other joinables, the world if there is none.
@@ -267,7 +272,7 @@ class Join:
 
     def _make_hooks(self, session: Session) -> list[JoinHook]:
         hooks: list[JoinHook] = []
-        for joinable, extra in zip(self.joinables, self._extra, strict=True):
+        for i, (joinable, extra) in enumerate(zip(self.joinables, self._extra, strict=True)):
             if isinstance(joinable, Communicator):
                 hook: JoinHook = CommunicatorHook(session)
             else:
@@ -276,6 +281,8 @@ class Join:
                 raise TypeError(
                     f"Join: join_hook of {_name(joinable)} returned a {_name(hook)}, not a JoinHook"
                 )
+            if isinstance(hook, MemberHook):
+                session.members[i] = hook
             hooks += [hook, *extra]
         return hooks
 
@@ -295,8 +302,7 @@ class Join:
             self._fail(failure)
             raise
         self._leave(session)
-        last = session.shadowed == 0
-        self._tell("finished", is_last_joiner=last, shadowed=session.shadowed)
+        self._tell("finished", is_last_joiner=session.last, shadowed=session.shadowed)
 
     def _fail(self, error: BaseException) -> None:
         """`error` leaves the context on this rank."""
@@ -361,6 +367,24 @@ class Join:
             return None
         session.iterate()
         return Announcement()
+
+    @staticmethod
+    def _includes(joinable: Joinable) -> bool:
+        """Whether a joinable is in an active context."""
+        return id(joinable) in _contexts
+
+    @staticmethod
+    def _announce(joinable: Joinable, action: str) -> Announced | None:
+        """Announce what a joinable with a :class:`MemberHook` is about to do.
+
+        None where it is in no active context, or this rank has run out of inputs.
+        """
+        context = _contexts.get(id(joinable))
+        session = None if context is None else context._session
+        if context is None or session is None or session.state != "active":
+            return None
+        index = next(i for i, other in enumerate(context.joinables) if other is joinable)
+        return Announced(session.announce(index, action), context._options)
 
 
 def _communicator_of(joinable: Any) -> Communicator:

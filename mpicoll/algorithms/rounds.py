@@ -30,6 +30,7 @@ class Kind(enum.IntEnum):
     REFUSED = 8  # what it called cannot be shadowed; why
     FAILED = 9  # an exception leaves the context; its text
     DONE = 10  # its post hooks have run
+    MEMBER = 11  # what one of the joinables is about to do; which, and a text
 
 
 class Said(NamedTuple):

@@ -16,6 +16,7 @@ from ..errors import CollectiveMismatchError, JoinAborted
 from ..negotiate import Row
 from . import shadow
 from .joinable import JoinHook
+from .member import MemberHook
 from .rounds import Kind, Said, from_text, talk, to_text
 
 __all__ = ["Session"]
@@ -61,6 +62,9 @@ class Session:
         self.shadowed = 0
         self.said: list[Said] = []
         self.agreed: BaseException | None = None
+        self.last = True  # no other rank has had inputs since this one ran out of them
+        self.members: dict[int, MemberHook] = {}  # by the number of the joinable
+        self._ahead: list[Said] | None = None  # a round that is still to be answered
 
     # ------------------------------------------------------------ life
 
@@ -113,6 +117,8 @@ class Session:
         kinds = {row.kind for row in self.said}
         if len(kinds - {Kind.JOINED}) > 1 or kinds == {Kind.CALL, Kind.JOINED}:
             self.end(CollectiveMismatchError(shadow.mismatch(self.said)))
+        if Kind.MEMBER in kinds and len({r.numbers for r in self.said if r.numbers}) > 1:
+            self.end(CollectiveMismatchError(shadow.mismatch(self.said)))
         if self.throws and len(kinds) > 1:
             if kind is Kind.JOINED:
                 self.end(RuntimeError(f"Rank {self.comm.rank} exhausted all inputs."))
@@ -128,21 +134,68 @@ class Session:
         self.round(Kind.ITERATION)
         self.iterations += 1
 
+    def announce(self, index: int, action: str) -> tuple[int, ...]:
+        """Announce what a joinable is about to do; the ranks that take part by themselves."""
+        self.round(Kind.MEMBER, (index, *from_text(action)))
+        return self._active()
+
+    def _active(self) -> tuple[int, ...]:
+        return tuple(r for r, row in enumerate(self.said) if row.kind != Kind.JOINED)
+
+    def _hear(self) -> Kind:
+        """What the ranks that still have inputs do next; JOINED where there are none."""
+        if self._ahead is None:
+            self.round(Kind.JOINED)
+        self._ahead = None
+        active = self._active()
+        self.last = self.last and not active
+        return Kind(self.said[active[0]].kind) if active else Kind.JOINED
+
+    def _answer(self) -> MemberHook | None:
+        """Take part in what one joinable does; its hook if that ends an iteration of it."""
+        active = self._active()
+        index, *action = self.said[active[0]].numbers
+        hook = self.members[index]
+        return hook if hook.answer(to_text(action), active) else None
+
+    def _main_hooks(self, hooks: Sequence[JoinHook]) -> None:
+        """Run all main hooks.
+
+        A joinable that announces what it does is answered meanwhile only where the hook of one that
+        does not comes after it.
+        """
+        for i, hook in enumerate(hooks):
+            hook.main_hook()
+            if not isinstance(hook, MemberHook):
+                continue
+            if all(isinstance(other, MemberHook) for other in hooks[i:]):
+                continue
+            while self._ahead is None:
+                if self._hear() is not Kind.MEMBER:
+                    self._ahead = self.said
+                elif self._answer() is hook:
+                    break
+
     def run_out(self, hooks: Sequence[JoinHook], told: Callable[..., object]) -> None:
         """Keep the other ranks company until all have run out of inputs; then finish."""
         self.state = "joined"
         told("rank_joined", iterations=self.iterations)
         while True:
-            said = self.round(Kind.JOINED)
-            active = [r for r, row in enumerate(said) if row.kind != Kind.JOINED]
-            if not active:
+            kind = self._hear()
+            if kind is Kind.JOINED:
                 break
-            if said[active[0]].kind == Kind.NUMBERS:
+            if kind is Kind.NUMBERS:
                 continue  # the first half of a collective
+            if kind is Kind.MEMBER:
+                self._answer()
+                continue
+            active = self._active()
             if self.shadows:
                 shadow.check(self)
-            for hook in hooks:
-                hook.main_hook()
+                for hook in hooks:
+                    hook.main_hook()
+            else:
+                self._main_hooks(hooks)
             self.shadowed += 1
             told("shadowed", index=self.shadowed - 1, active=len(active))
             if self.shadowed == BEHIND + 1:
@@ -153,7 +206,7 @@ class Session:
                 )
         self.state = "post"
         for hook in hooks:
-            hook.post_hook(self.shadowed == 0)
+            hook.post_hook(self.last)
         if self.propagates:
             self.round(Kind.DONE)
 
@@ -169,10 +222,14 @@ class Session:
         timer.daemon = True
         timer.start()
         try:
-            self.round(Kind.FAILED, from_text(f"{type(error).__name__}: {error}"))
+            for hook in self.members.values():
+                hook.abandon()
         finally:
-            timer.cancel()
-            self.close()
+            try:
+                self.round(Kind.FAILED, from_text(f"{type(error).__name__}: {error}"))
+            finally:
+                timer.cancel()
+                self.close()
 
     # ------------------------------------------------------------ the guard of the communicator
 

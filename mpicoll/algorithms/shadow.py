@@ -136,6 +136,8 @@ def _words(said: Said) -> str:
         return to_text(numbers)
     if kind is Kind.NUMBERS:
         return to_text(numbers[1 : 1 + numbers[0]])
+    if kind is Kind.MEMBER:
+        return f"{to_text(numbers[1:])} of joinables[{numbers[0]}]"
     return {
         Kind.ENTER: "enters a Join context",
         Kind.ITERATION: "starts an iteration",

@@ -1,5 +1,6 @@
 """From a tensor to memory that MPI may touch: dtypes, layouts, devices, host buffers."""
 
+from .buckets import Bucket, partition
 from .devices import (
     Plan,
     cuda_aware_mpi_support,
@@ -12,6 +13,7 @@ from .host import Pipeline, piece_elements
 from .layout import check_tensor, check_writable, contiguous, empty, is_plain, overlap
 
 __all__ = [
+    "Bucket",
     "Pipeline",
     "Plan",
     "check_tensor",
@@ -26,6 +28,7 @@ __all__ = [
     "name_of",
     "on_device",
     "overlap",
+    "partition",
     "piece_elements",
     "plan_for",
     "widened",

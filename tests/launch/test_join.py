@@ -215,3 +215,47 @@ def test_adapter(tmp_path, on_error, who, kind):
     assert sorted(re.findall(r"raised: (\w+)", done.out)) == sorted([own, others]), done.out
     assert done.out.count("the adapter broke") == 2
     assert "finished" not in done.out
+
+
+IN_BACKWARD = """
+    import sys, torch, mpicoll
+    from mpicoll.algorithms import DataParallel, Join, ZeroRedundancyOptimizer
+
+    world = mpicoll.COMM_WORLD
+
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("in the middle")
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+
+        def forward(self, x, fails):
+            x = self.first(x)
+            return self.second(Failing.apply(x) if fails else x)
+
+    model = DataParallel(Net(), bucket_bytes=1)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam)
+    with Join([model, optimizer]):
+        for k in range(1 if world.rank == 0 else 3):
+            model(torch.ones(2, 3), k == 1 and world.rank == int(sys.argv[1])).sum().backward()
+            optimizer.step()
+    print("finished", flush=True)
+"""
+
+
+@pytest.mark.parametrize("who", [1, 2])
+def test_in_the_middle_of_backward(who):
+    """Others wait for a bucket, or have run out of inputs."""
+    outcome = python(IN_BACKWARD.replace("int(sys.argv[1])", str(who)), ranks=3, limit=60)
+    assert outcome.code != 0
+    assert "ValueError: in the middle" in outcome.err
+    assert f"mpicoll: rank {who} of 3 failed inside a Join context" in outcome.err
+    assert "finished" not in outcome.out

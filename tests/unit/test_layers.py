@@ -23,7 +23,7 @@ FLOORS = [
     {"ops", "errors", "config"},
     {"_core"},
     {"staging", "watch", "failure"},
-    {"dispatch", "arguments", "negotiate", "lifetime"},
+    {"dispatch", "arguments", "negotiate", "lifetime", "nonblocking"},
     {"autograd"},
     {"communicator"},
     {"helpers", "nn"},
@@ -41,6 +41,7 @@ NEIGHBOURS = {
     ("negotiate", "dispatch"),
     ("arguments", "dispatch"),
     ("lifetime", "dispatch"),
+    ("nonblocking", "dispatch"),
     ("nn", "helpers"),
 }
 
