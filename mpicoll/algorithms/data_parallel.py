@@ -112,7 +112,9 @@ class DataParallel(torch.nn.Module, Joinable):
     for what has gathered there within :meth:`no_sync`. ``divide_by_initial_world_size=False`` lets
     the mean be one over the others only; with the default, gradients to which several averaged
     passes add (no ``zero_grad()`` between them) shrink as ranks run out. In the end all ranks have
-    the parameters and buffers of the highest rank that ran out last.
+    the parameters and buffers of the highest rank that ran out last. A backward through several
+    models must come to them in one order on all ranks; otherwise all raise
+    :class:`CollectiveMismatchError`.
 
     The means cannot be differentiated. Parameters that `module` gets after it was wrapped are not
     seen; those that begin to require a gradient raise ``RuntimeError``.

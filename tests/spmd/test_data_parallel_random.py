@@ -42,7 +42,9 @@ class Program:
     def __init__(self, draw, size):
         self.actions = []
         for _ in range(draw.randint(1, 5)):
-            kind = draw.choice(["backward", "backward", "gather", "two", "sum", "look", "step"])
+            kind = draw.choice(
+                ["backward", "backward", "gather", "two", "sum", "mixed", "look", "step"]
+            )
             model = draw.randint(0, 1)
             seeds = [[draw.getrandbits(30) for _ in range(2)] for _ in range(size)]
             layers = [draw.sample(range(3), draw.randint(1, 3)) for _ in range(size)]
@@ -74,8 +76,8 @@ def add(total, found):
 class Alone:
     """All ranks in one process; their gradients are not averaged before they would be."""
 
-    def __init__(self, size, lengths):
-        self.size, self.lengths = size, lengths
+    def __init__(self, size, lengths, shadows):
+        self.size, self.lengths, self.shadows = size, lengths, shadows
         self.models = [Net(0), Net(1)]
         self.parameters = [p for m in self.models for p in m.parameters()]
         self.optimizer = torch.optim.Adam(self.models[0].parameters(), lr=0.05)
@@ -91,15 +93,27 @@ class Alone:
         for action in program.actions:
             kind = action[0]
             for r in active:
-                for loss in losses(self.models, action, r):
+                mine = losses(self.models, action, r)
+                if kind == "mixed" and self.shadows:
+                    mine = [self.mixed(action, active, r)]
+                for loss in mine:
                     found = torch.autograd.grad(loss, self.parameters, allow_unused=True)
                     self.grads[r] = add(self.grads[r], found)
-            which = {"backward": [action[1]], "two": [0, 1], "step": [0]}
+            if kind == "mixed" and not self.shadows:
+                continue
+            which = {"mixed": [action[1]], "backward": [action[1]], "two": [0, 1], "step": [0]}
             self.average(active, which.get(kind, []))
             if kind == "step":
                 for p, g in zip(self.models[0].parameters(), self.grads[active[0]], strict=False):
                     p.grad = g
                 self.optimizer.step()
+
+    def mixed(self, action, active, rank):
+        """All ranks' losses, as one rank's outputs change them."""
+        _, model, seeds, layers = action
+        outputs = {r: self.models[model](data(seeds[r][0]), layers[r]) for r in active}
+        summed = sum(y if r == rank else y.detach() for r, y in outputs.items())
+        return sum((summed * (r + 1)).square().sum() for r in active)
 
     def average(self, active, which):
         half = len(self.parameters) // 2
@@ -123,14 +137,12 @@ def test_random_program(world, works, seed):
         DataParallel(Net(10 * rank + m), bucket_bytes=bucket_bytes, find_unused_parameters=m == 0)
         for m in range(2)
     ]
-    alone = Alone(size, lengths)
-    for model, other in zip(models, alone.models, strict=True):
-        for p, q in zip(model.parameters(), other.parameters(), strict=True):
-            with torch.no_grad():
-                p.copy_(q)
+    for m, model in enumerate(models):
+        model.module.load_state_dict(Net(m).state_dict())
     optimizer = ZeroRedundancyOptimizer(models[0].parameters(), torch.optim.Adam, lr=0.05)
     joinables = [*models, optimizer] + ([world] if draw.random() < 0.5 else [])
     shadows = world in joinables
+    alone = Alone(size, lengths, shadows)
     draw.shuffle(joinables)
     parameters = [p for m in models for p in m.parameters()]
     # propagate: so that a failure is reported by the test; the mean of those that are there: with
@@ -157,7 +169,7 @@ def test_random_program(world, works, seed):
 
 
 def run(world, models, optimizer, action, shadows):
-    kind, model, seeds, _ = action
+    kind, model, seeds, layers = action
     rank = world.rank
     if kind in ("backward", "two", "step"):
         for loss in losses(models, action, rank):
@@ -169,6 +181,9 @@ def run(world, models, optimizer, action, shadows):
     elif kind == "look":
         with torch.no_grad():
             models[model](data(seeds[rank][0]), [0])
+    elif kind == "mixed" and shadows:  # the gradients of the outputs are exchanged, too
+        summed = world.Allreduce(models[model](data(seeds[rank][0]), layers[rank]), ReduceOp.SUM)
+        (summed * (rank + 1)).square().sum().backward()
     elif kind == "sum" and shadows:
         world.Allreduce(data(seeds[rank][0]), ReduceOp.AVG)
     if kind == "step":
