@@ -175,7 +175,6 @@ class DataParallel(torch.nn.Module, Joinable):
         self._pass: _Pass | None = None
         self._armed = False  # a forward has been made whose backward has not
         self._blind = False  # the outputs of the last forward could not be seen
-        self._early: dict[int, int] = {}
         self._unused: set[int] | None = None
         me = weakref.ref(self)  # a parameter does not keep its wrapper
         for i, parameter in enumerate(self._trained):
@@ -191,7 +190,7 @@ class DataParallel(torch.nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         made = (
             "_frozen", "_names", "_trained", "_members", "_bucket_of", "_buckets", "_pass",
-            "_armed", "_blind", "_early", "_unused", "_kinds", "_private",
+            "_armed", "_blind", "_unused", "_kinds", "_private",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
@@ -363,11 +362,6 @@ class DataParallel(torch.nn.Module, Joinable):
         """A backward pass has come to this module."""
         self._pass = this = _Pass(self._members, own)
         self._call_at_the_end(this)
-        task = torch._C._current_graph_task_id()
-        early = [i for i, seen in self._early.items() if seen == task]
-        self._early.clear()
-        for i in early:
-            self._mark(this, i)
         return this
 
     def _call_at_the_end(self, this: _Pass) -> None:
@@ -379,8 +373,7 @@ class DataParallel(torch.nn.Module, Joinable):
         if this is None:
             if not self._armed:
                 # Not a pass of this module; or one, from the same forward as the one before, that
-                # has not come to its outputs yet.
-                self._early[i] = torch._C._current_graph_task_id()
+                # has not come to its outputs yet: the gradient is then sent at the end.
                 return
             this = self._open(own=False)
         self._mark(this, i)
