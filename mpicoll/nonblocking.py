@@ -10,7 +10,7 @@ import torch
 from . import watch
 from ._core import nonblocking
 from .dispatch import Call
-from .staging import Pipeline, contiguous, on_device, plan_for
+from .staging import Pipeline, contiguous
 
 __all__ = ["Pending"]
 
@@ -29,6 +29,7 @@ class Pending:
         element): AVG divides by their number.
     tensor
         Same shape and dtype on every rank; overwritten with the result when :meth:`wait` returns.
+        On a device it is staged through the host.
     second
         The channel of the second message where there is one; see the core.
     """
@@ -42,7 +43,7 @@ class Pending:
         self._told: tuple[watch.Event, tuple[watch.Observer, ...]] | None = None
         self._pipeline: Pipeline | None = None
         self._arriving: torch.cuda.Event | None = None
-        if plan_for(tensor.device).direct:
+        if tensor.device.type == "cpu":  # the core adds and divides in host memory
             self.buffer = contiguous(self.target)
             return
         source = contiguous(self.target)
@@ -67,11 +68,10 @@ class Pending:
             name = call.operation.name
             self._told = watch.begin(name, way, call.comm, [self.target], None, call.op.name)
         try:
-            with on_device(self.buffer.device):
-                self.request = nonblocking.iallreduce(
-                    call.comm, call.channel, self.second, self.buffer, self.buffer, int(call.op),
-                    call.present,
-                )  # fmt: skip
+            self.request = nonblocking.iallreduce(
+                call.comm, call.channel, self.second, self.buffer, self.buffer, int(call.op),
+                call.present,
+            )  # fmt: skip
         except BaseException as error:
             self._tell(error)
             raise
@@ -90,7 +90,6 @@ class Pending:
         try:
             self.request.wait()
         except BaseException as error:
-            self.done = True
             self._tell(error)
             raise
         self.done = True

@@ -28,8 +28,8 @@ __all__ = ["DataParallel"]
 
 _BUCKET_BYTES = 25 << 20
 # What the ranks that have run out of inputs hear; see _Hook.answer.
-_FORWARD, _UNSYNCHRONIZED, _BACKWARD = "forward", "forward within no_sync()", "backward"
-_FAILED = "backward, in which another rank failed,"
+_FORWARD, _UNSYNCHRONIZED = "forward", "forward within no_sync()"
+_BACKWARD, _END, _FAILED = "backward", "end of backward", "backward, in which a rank has failed,"
 _DESCRIBED = 46  # numbers of the description of a module that travel with the first message
 
 
@@ -112,7 +112,9 @@ class DataParallel(torch.nn.Module, Joinable):
     for what has gathered there within :meth:`no_sync`. ``divide_by_initial_world_size=False`` lets
     the mean be one over the others only; with the default, gradients to which several averaged
     passes add (no ``zero_grad()`` between them) shrink as ranks run out. In the end all ranks have
-    the parameters and buffers of the highest rank that ran out last.
+    the parameters and buffers of the highest rank that ran out last. A backward through several
+    models must come to them in one order on all ranks; otherwise all raise
+    :class:`CollectiveMismatchError`.
 
     The means cannot be differentiated. Parameters that `module` gets after it was wrapped are not
     seen; those that begin to require a gradient raise ``RuntimeError``.
@@ -173,7 +175,6 @@ class DataParallel(torch.nn.Module, Joinable):
         self._pass: _Pass | None = None
         self._armed = False  # a forward has been made whose backward has not
         self._blind = False  # the outputs of the last forward could not be seen
-        self._early: dict[int, int] = {}
         self._unused: set[int] | None = None
         me = weakref.ref(self)  # a parameter does not keep its wrapper
         for i, parameter in enumerate(self._trained):
@@ -189,7 +190,7 @@ class DataParallel(torch.nn.Module, Joinable):
     def __getstate__(self) -> dict[str, Any]:
         made = (
             "_frozen", "_names", "_trained", "_members", "_bucket_of", "_buckets", "_pass",
-            "_armed", "_blind", "_early", "_unused", "_kinds", "_private",
+            "_armed", "_blind", "_unused", "_kinds", "_private",
         )  # fmt: skip
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
@@ -320,12 +321,6 @@ class DataParallel(torch.nn.Module, Joinable):
     # ------------------------------------------------------------ forward
 
     def _before_forward(self, synchronizes: bool) -> None:
-        stale = self._pass
-        if stale is not None and torch._C._current_graph_task_id() < 0:
-            # In a context the others have heard of what has begun, and of nothing else.
-            if stale.begun or not Join._includes(self):
-                self._recover(stale)
-            self._pass = None
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise RuntimeError(
@@ -336,6 +331,9 @@ class DataParallel(torch.nn.Module, Joinable):
             self._arrange()  # the module has been moved, on all ranks
         Join.notify_join_context(self)
         told = Join._announce(self, _FORWARD if synchronizes else _UNSYNCHRONIZED)
+        if self._pass is not None and torch._C._current_graph_task_id() < 0:
+            # Where that has been announced, the others have heard of what had begun only.
+            self._release(told is None)
         if synchronizes:
             self._broadcast_buffers(0 if told is None else told.present[0])
 
@@ -364,11 +362,6 @@ class DataParallel(torch.nn.Module, Joinable):
         """A backward pass has come to this module."""
         self._pass = this = _Pass(self._members, own)
         self._call_at_the_end(this)
-        task = torch._C._current_graph_task_id()
-        early = [i for i, seen in self._early.items() if seen == task]
-        self._early.clear()
-        for i in early:
-            self._mark(this, i)
         return this
 
     def _call_at_the_end(self, this: _Pass) -> None:
@@ -380,8 +373,7 @@ class DataParallel(torch.nn.Module, Joinable):
         if this is None:
             if not self._armed:
                 # Not a pass of this module; or one, from the same forward as the one before, that
-                # has not come to its outputs yet.
-                self._early[i] = torch._C._current_graph_task_id()
+                # has not come to its outputs yet: the gradient is then sent at the end.
                 return
             this = self._open(own=False)
         self._mark(this, i)
@@ -451,6 +443,12 @@ class DataParallel(torch.nn.Module, Joinable):
         bucket.rest.copy_(torch.tensor([*used, float(failed)], dtype=bucket.rest.dtype))
         this.started.append(self._average(bucket, this.told))
 
+    def _start_the_rest(self, this: _Pass, failed: bool = False) -> None:
+        while len(this.started) < len(self._members):
+            self._start(this, failed)
+        for pending in this.started[this.launched :]:
+            pending.launch(block=True)
+
     def _bucket(self, k: int) -> Bucket:
         if not self._buckets:  # at first use: as many elements more as parameters, and one
             self._buckets = [
@@ -486,8 +484,18 @@ class DataParallel(torch.nn.Module, Joinable):
         if not this.begun:  # torch.autograd.grad: no parameter was to get a gradient
             self._pass = None
             return
-        while len(this.started) < len(self._members):
-            self._start(this)
+        self._start_the_rest(this)
+        # Later: another model may have come to the end of the same pass, which must start all of
+        # its messages, too, before anyone waits.
+        engine = torch.autograd.Variable._execution_engine
+        engine.queue_callback(lambda: self._finish(this))
+
+    @torch.no_grad()
+    def _finish(self, this: _Pass) -> None:
+        """Everything has been sent."""
+        if self._pass is not this:
+            return
+        Join._announce(self, _END)
         self._pass, self._armed = None, self._blind
         if self._collect(this.started):
             return
@@ -520,24 +528,32 @@ class DataParallel(torch.nn.Module, Joinable):
         return True
 
     @torch.no_grad()
-    def _recover(self, this: _Pass) -> None:
-        """The last backward ended with an exception: release the ranks that wait for this one."""
-        self._pass, self._armed, self._unused = None, False, None
-        while len(this.started) < len(self._members):
-            self._start(this, failed=True)
+    def _release(self, always: bool) -> None:
+        """The last backward ended with an exception: complete the messages that others wait for.
+
+        With `always`, also those of a pass in which this rank had sent nothing yet.
+        """
+        this, self._pass = self._pass, None
+        self._armed, self._unused = False, None
+        if this is None or not (this.begun or always):
+            return
+        self._start_the_rest(this, failed=True)
         for pending in this.started:
             pending.wait()
 
     # ------------------------------------------------------------ within Join
 
     @torch.no_grad()
-    def _answer_backward(self, told: Announced) -> None:
+    def _start_with_zeros(self, told: Announced) -> list[Pending]:
+        """Take part in the averages with nothing."""
         started = []
         for k in range(len(self._members)):
             bucket = self._bucket(k)
             bucket.flat.zero_()
             started.append(self._average(bucket, told))
-        self._collect(started, alone=False)  # of a failure it hears in the next round
+        for pending in started:
+            pending.launch(block=True)
+        return started
 
     def _make_equal(self, is_last_joiner: bool) -> None:
         own = self._own
@@ -551,21 +567,28 @@ class _Hook(MemberHook):
         self.model = model
         self.options = options
         self.own = model._own  # of a copy: made here, by all ranks
+        self.started: list[Pending] = []
 
     def answer(self, action: str, present: tuple[int, ...]) -> bool:
         """Take part in a forward or a backward of the others."""
+        if action == _BACKWARD:
+            # Nobody waits for a message before the end, since another model may come in between.
+            self.started = self.model._start_with_zeros(Announced(present, self.options))
+            return False
+        with torch.no_grad():
+            started, self.started = self.started, []
+            if started:  # of a failure it hears in the next round
+                self.model._collect(started, alone=False)
         if action == _FORWARD:
             self.model._broadcast_buffers(present[0])
-        elif action == _BACKWARD:
-            self.model._answer_backward(Announced(present, self.options))
-        return action != _FORWARD
+        return action in (_UNSYNCHRONIZED, _END)
 
     def abandon(self) -> None:
-        """Release the ranks that wait for this rank's buckets."""
-        this = self.model._pass
-        if this is not None and this.begun:
-            self.model._recover(this)
-        self.model._pass = None
+        """Complete the messages of a backward that will not come to its end."""
+        self.model._release(always=False)
+        for pending in self.started:
+            pending.wait()
+        self.started = []
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Make the ranks' parameters and buffers equal."""

@@ -369,11 +369,6 @@ class Join:
         return Announcement()
 
     @staticmethod
-    def _includes(joinable: Joinable) -> bool:
-        """Whether a joinable is in an active context."""
-        return id(joinable) in _contexts
-
-    @staticmethod
     def _announce(joinable: Joinable, action: str) -> Announced | None:
         """Announce what a joinable with a :class:`MemberHook` is about to do.
 

@@ -44,4 +44,4 @@ class MemberHook(JoinHook):
         raise NotImplementedError
 
     def abandon(self) -> None:
-        """Release the ranks that wait for this one, which leaves the context with an exception."""
+        """Complete what has been announced and begun; all ranks leave the context with an error."""

@@ -98,6 +98,8 @@ class Session:
         """Leave the context with an error that all ranks raise in this round."""
         self.agreed = error
         self.close()
+        for hook in self.members.values():
+            hook.abandon()
         raise error
 
     # ------------------------------------------------------------ rounds
@@ -146,7 +148,8 @@ class Session:
         """What the ranks that still have inputs do next; JOINED where there are none."""
         if self._ahead is None:
             self.round(Kind.JOINED)
-        self._ahead = None
+        else:
+            self.said, self._ahead = self._ahead, None
         active = self._active()
         self.last = self.last and not active
         return Kind(self.said[active[0]].kind) if active else Kind.JOINED
@@ -222,14 +225,12 @@ class Session:
         timer.daemon = True
         timer.start()
         try:
+            self.round(Kind.FAILED, from_text(f"{type(error).__name__}: {error}"))
             for hook in self.members.values():
-                hook.abandon()
+                hook.abandon()  # as the others do, who have heard of it
         finally:
-            try:
-                self.round(Kind.FAILED, from_text(f"{type(error).__name__}: {error}"))
-            finally:
-                timer.cancel()
-                self.close()
+            timer.cancel()
+            self.close()
 
     # ------------------------------------------------------------ the guard of the communicator
 

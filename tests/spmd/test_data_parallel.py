@@ -344,6 +344,33 @@ def test_two_models(comm):
 
 
 @every
+@pytest.mark.parametrize("bucket_bytes", [1, 25 << 20])
+def test_two_models_in_one_pass_in_any_order(comm, bucket_bytes):
+    """The ranks come to the models, and to their ends, in different orders."""
+    models = [DataParallel(Branches(), comm, bucket_bytes=bucket_bytes) for _ in range(2)]
+    alone = [Branches() for _ in range(2)]
+
+    def total(both, r):
+        first, second = both if r % 2 == 0 else both[::-1]
+        x = first(batch(r), [r % 3])
+        return loss(second(x, [1, (r + 1) % 3])) + loss(first(batch(r, 1), [2]))
+
+    for _ in range(2):
+        for model in models:
+            model.zero_grad()
+        total(models, comm.rank).backward()
+        parts = [
+            torch.autograd.grad(
+                total(alone, r), [p for m in alone for p in m.parameters()], allow_unused=True
+            )
+            for r in range(comm.size)
+        ]
+        # A mean over all ranks, those that have not used a parameter counted as zero.
+        wanted = [None if g is None else g for g in mean(parts, comm.size)]
+        check([g for model in models for g in grads(model)], wanted)
+
+
+@every
 def test_torch_autograd_grad_communicates_nothing(comm):
     """It gives the gradient of this rank; a penalty on it is averaged like any other loss."""
     model, alone = DataParallel(layers(), comm), layers()
