@@ -45,10 +45,14 @@ cdef struct Library:
 
 cdef Library library
 
+cdef class Segment:
+    cdef void* memory
+    cdef int64_t size
+
 cdef class Comm:
     cdef mpi_handle handle[3]
     cdef mpicoll_shared shared[3]
-    cdef object segment
+    cdef Segment segment
     cdef readonly int rank
     cdef readonly int size
     cdef readonly object base

@@ -1,4 +1,3 @@
-from mmap import mmap
 from typing import Any
 
 from mpi4py import MPI
@@ -12,12 +11,15 @@ def shared_size(size: int, limit: int) -> int: ...
 def supported(op: int, dtype: int) -> bool: ...
 def tag_ub() -> int: ...
 
+class Segment:
+    def __init__(self, descriptor: int, size: int) -> None: ...
+
 class Comm:
     def __init__(
         self,
         base: MPI.Comm,
         channels: tuple[MPI.Comm, ...] | list[MPI.Comm],
-        segment: tuple[mmap, int] | None = None,
+        segment: tuple[Segment, int] | None = None,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -5,11 +5,7 @@ import os
 import sys
 import warnings
 
-from cpython.buffer cimport (
-    PyBUF_WRITABLE,
-    PyBuffer_Release,
-    PyObject_GetBuffer,
-)
+from cpython.exc cimport PyErr_SetFromErrno
 from libc.stdint cimport int64_t, intptr_t, uintptr_t
 
 from mpicoll._core.mpi_api cimport (
@@ -32,6 +28,8 @@ cdef extern from "reductions.h" nogil:
     int mpicoll_reduction_supported(int op, int dtype)
 
 cdef extern from "shared.h" nogil:
+    void* mpicoll_shared_map(int descriptor, int64_t size)
+    void mpicoll_shared_unmap(void* segment, int64_t size)
     int64_t mpicoll_shared_bytes(int size, int kinds, int64_t limit)
     void mpicoll_shared_open(mpicoll_shared*, void*, int kind, int rank, int size, int64_t limit)
 
@@ -259,6 +257,23 @@ cdef int check(int error, const char* call) except -1:
     raise MPIError(call.decode(), error, error_class, text[:length].decode(errors="replace"))
 
 
+cdef class Segment:
+    """Shared memory: `size` bytes of a file, mapped until this object dies.
+
+    Python's own ``mmap`` would keep a file descriptor for each.
+    """
+
+    def __init__(self, int descriptor, int64_t size):
+        self.memory = mpicoll_shared_map(descriptor, size)
+        self.size = size
+        if self.memory == NULL:
+            PyErr_SetFromErrno(OSError)
+
+    def __dealloc__(self):
+        if self.memory != NULL:
+            mpicoll_shared_unmap(self.memory, self.size)
+
+
 cdef class Comm:
     """An MPI communicator with the duplicates that keep kinds of traffic apart.
 
@@ -274,7 +289,6 @@ cdef class Comm:
     """
 
     def __init__(self, base, channels, segment=None):
-        cdef Py_buffer memory
         cdef int i
         from mpi4py import MPI
 
@@ -285,14 +299,12 @@ cdef class Comm:
         self.freed = False
         for i in range(3):
             self.handle[i] = _handle_of(MPI, self.channels[i])
-        self.segment = segment  # stays mapped
         if segment is not None:
-            PyObject_GetBuffer(segment[0], &memory, PyBUF_WRITABLE)
+            self.segment, limit = segment  # stays mapped
             for i in range(3):
                 mpicoll_shared_open(
-                    &self.shared[i], memory.buf, i, self.rank, self.size, segment[1]
+                    &self.shared[i], self.segment.memory, i, self.rank, self.size, limit
                 )
-            PyBuffer_Release(&memory)
 
     @property
     def shared_bytes(self):

@@ -4,6 +4,7 @@
 #include <sched.h>
 #include <stdatomic.h>
 #include <string.h>
+#include <sys/mman.h>
 
 /* Two slots: a rank that is done with a call may enter the next one while others still read; it
  * cannot enter a third before they have entered the second, and so have read the first. */
@@ -22,6 +23,13 @@ static int64_t slot_bytes(int64_t limit) { return (limit + LINE - 1) / LINE * LI
 static int64_t stride_of(int64_t limit) { return LINE + 2 * slot_bytes(limit); }
 
 static Line *line_of(const mpicoll_shared *s, int r) { return (Line *)(s->lines + r * s->stride); }
+
+void *mpicoll_shared_map(int descriptor, int64_t size) {
+  void *segment = mmap(NULL, (size_t)size, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  return segment == MAP_FAILED ? NULL : segment;
+}
+
+void mpicoll_shared_unmap(void *segment, int64_t size) { munmap(segment, (size_t)size); }
 
 int64_t mpicoll_shared_bytes(int size, int kinds, int64_t limit) {
   return (int64_t)size * kinds * stride_of(limit);

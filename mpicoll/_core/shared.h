@@ -22,6 +22,10 @@ typedef struct {
   int seen;       /* ranks that are known to be in it */
 } mpicoll_shared;
 
+/* Map `size` bytes of an open file, which may be closed then; NULL where that fails (errno). */
+void *mpicoll_shared_map(int descriptor, int64_t size);
+void mpicoll_shared_unmap(void *segment, int64_t size);
+
 /* Bytes of a segment for so many ranks and kinds of traffic. It starts as zeros. */
 int64_t mpicoll_shared_bytes(int size, int kinds, int64_t limit);
 

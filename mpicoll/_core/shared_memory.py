@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import tempfile
 from typing import TYPE_CHECKING
 
-from .mpi import shared_ranks, shared_size
+from .mpi import Segment, shared_ranks, shared_size
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -20,7 +19,7 @@ __all__ = ["segment"]
 FOLDER = "/dev/shm"
 
 
-def segment(comm: MPI.Comm, limit: int) -> tuple[mmap.mmap, int] | None:
+def segment(comm: MPI.Comm, limit: int) -> tuple[Segment, int] | None:
     """Map one segment on every rank of `comm`. Collective.
 
     Parameters
@@ -65,12 +64,12 @@ def segment(comm: MPI.Comm, limit: int) -> tuple[mmap.mmap, int] | None:
     return (memory, limit) if everywhere and memory is not None else None
 
 
-def _mapped(descriptor: int, size: int, *, new: bool) -> mmap.mmap:
+def _mapped(descriptor: int, size: int, *, new: bool) -> Segment:
     try:
         if new:
             os.posix_fallocate(descriptor, 0, size)  # where room is short it fails here, not later
         elif os.fstat(descriptor).st_size != size:
             raise OSError("another file of this name")
-        return mmap.mmap(descriptor, size)
+        return Segment(descriptor, size)
     finally:
         os.close(descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -108,6 +109,29 @@ def test_no_file_is_left(comm, dup):
         and os.stat(os.path.join(shared_memory.FOLDER, name)).st_uid == os.getuid()
     ]  # fmt: skip
     assert mine == []
+
+
+@ranks(2, 3, 4)
+def test_a_communicator_holds_no_file(comm, dup):
+    dup(comm, LIMIT)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(5):
+        assert dup(comm, LIMIT)._comm.shared_bytes == LIMIT
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@ranks(2, 3, 4)
+def test_memory_goes_with_the_communicator(comm, dup):
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("/dev/shm/mpicoll-")
+
+    before = mapped()
+    for _ in range(5):
+        made = comm.Dup()
+        assert mapped() == before + (made._comm.shared_bytes > 0)
+        made.Free()
+        del made
+    assert mapped() == before
 
 
 # ---------------------------------------------------------------- the same values
