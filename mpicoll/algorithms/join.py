@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from .. import plugins
@@ -62,9 +62,10 @@ class Join:
     joinables
         The joinables, in the order of their hooks.
     iterations
-        How many iterations this rank has done in the context.
+        How many rounds this rank has announced in the context: iterations, or collectives where a
+        communicator is shadowed.
     shadowed
-        How many iterations of other ranks it has answered since it ran out of inputs.
+        How many rounds of other ranks it has answered since it ran out of inputs.
 
     Raises
     ------
@@ -94,7 +95,9 @@ class Join:
     the active ranks alone. AVG divides by their number. Gathers have no rows of the others
     (zeros in ``mpicoll.nn.functional``, whose shapes are fixed). What has no neutral element
     raises ``RuntimeError`` on all ranks: messages between two ranks, Bcast and Scatter whose root
-    has run out, Alltoall with data for such a rank, Split, Dup and Free.
+    has run out, Alltoall with data for such a rank, Split, Dup and Free. What the others compute in
+    the meantime this rank does not: a model that each rank updates by itself is behind here when
+    the context ends, until a rank that ran out last broadcasts it (:class:`DataParallel` does).
 
     :class:`DataParallel` and :class:`ZeroRedundancyOptimizer` announce each forward, backward and
     step, in rounds that only their own hooks answer: an iteration may have any number of them.
@@ -129,6 +132,10 @@ class Join:
     ) -> None:
         if on_error not in ("abort", "propagate"):
             raise ValueError(f"Join: on_error is {on_error!r}; it must be 'abort' or 'propagate'")
+        if not isinstance(joinables, Iterable):
+            raise TypeError(
+                f"Join: joinables must be a list of joinables, not a {_name(joinables)}: Join([it])"
+            )
         given = list(joinables)
         if not given:
             raise ValueError("Join: joinables is empty; it needs at least one Joinable")

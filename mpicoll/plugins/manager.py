@@ -248,7 +248,9 @@ class Manager:
         )
         raise TypeError(
             f"Join: {where} is a {_type(obj)}, which is not a Joinable, and no plugin can adapt "
-            f"it (asked: {', '.join(asked) or 'none'}{absent})"
+            f"it (asked: {', '.join(asked) or 'none'}{absent}); mpicoll.algorithms.DataParallel "
+            "wraps a module, and the plugin mpicoll-torch-joinable takes torch's own wrapper and "
+            "optimizers"
         )
 
     def join_hooks(self, joinable: Any, options: Mapping[str, Any]) -> list[ExtraHook]:

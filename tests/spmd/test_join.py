@@ -358,6 +358,8 @@ def test_iteration_of_exactly_a_thousand_does_not_warn(world):
 
 def test_constructor(world):
     adder = Adder(world)
+    with pytest.raises(TypeError, match=r"must be a list of joinables, not a mpicoll.*: Join\(\["):
+        Join(mpicoll.COMM_WORLD)
     with pytest.raises(ValueError, match="joinables is empty"):
         Join([])
     with pytest.raises(ValueError, match=r"joinables\[1\].*twice"):
