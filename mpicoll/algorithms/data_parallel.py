@@ -69,8 +69,9 @@ class DataParallel(torch.nn.Module, Joinable):
         Gradients are averaged in buckets of at most so many bytes, or of one parameter. The same on
         every rank.
     broadcast_buffers
-        True: the buffers (running means, say) take the values of the lowest rank that takes part,
-        at the start of every forward after which gradients are averaged. The same on every rank.
+        True: the buffers (running means, say) take the values of rank 0 at the start of every
+        forward after which gradients are averaged; within :class:`Join` those of the highest rank
+        that has inputs. The same on every rank.
     find_unused_parameters
         True: look through the graph after every forward for parameters that the outputs do not
         depend on, so that buckets with such parameters need not wait for the end of backward. The
@@ -335,7 +336,7 @@ class DataParallel(torch.nn.Module, Joinable):
             # Where that has been announced, the others have heard of what had begun only.
             self._release(told is None)
         if synchronizes:
-            self._broadcast_buffers(0 if told is None else told.present[0])
+            self._broadcast_buffers(0 if told is None else told.present[-1])
 
     def _broadcast_buffers(self, root: int) -> None:
         buffers = [buffer.detach() for buffer in self.module.buffers()]
@@ -580,7 +581,7 @@ class _Hook(MemberHook):
             if started:  # of a failure it hears in the next round
                 self.model._collect(started, alone=False)
         if action == _FORWARD:
-            self.model._broadcast_buffers(present[0])
+            self.model._broadcast_buffers(present[-1])
         return action in (_UNSYNCHRONIZED, _END)
 
     def abandon(self) -> None:
