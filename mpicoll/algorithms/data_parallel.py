@@ -261,7 +261,9 @@ class DataParallel(torch.nn.Module, Joinable):
         Raises
         ------
         RuntimeError
-            A parameter requires a gradient that did not when the wrapper was made.
+            A parameter requires a gradient that did not when the wrapper was made. Gradients are to
+            be averaged within a :class:`Join` context on the same communicator that does not have
+            this object among its joinables.
         """
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
@@ -330,6 +332,8 @@ class DataParallel(torch.nn.Module, Joinable):
                 )
         if [(p.dtype, p.device) for p in self._trained] != self._kinds:
             self._arrange()  # the module has been moved, on all ranks
+        if synchronizes:
+            Join._require_listed(self)
         Join.notify_join_context(self)
         told = Join._announce(self, _FORWARD if synchronizes else _UNSYNCHRONIZED)
         if self._pass is not None and torch._C._current_graph_task_id() < 0:
@@ -396,6 +400,7 @@ class DataParallel(torch.nn.Module, Joinable):
 
     def _begin(self, this: _Pass) -> None:
         try:
+            Join._require_listed(self)
             this.told = Join._announce(self, _BACKWARD)
         except BaseException:
             self._pass = None  # all ranks raise; nothing has been sent

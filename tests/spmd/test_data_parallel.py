@@ -1128,6 +1128,30 @@ def test_a_failure_reaches_all_ranks(comm, where, out, works):
     )
 
 
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_model_that_is_not_in_the_list(comm, other, early, works):
+    """It would hang as soon as a rank has run out of inputs."""
+    model = DataParallel(layers(), comm)
+    listed = DataParallel(layers(), comm) if other else comm
+    total = loss(model(batch(comm.rank)))
+
+    def body():
+        with Join([listed], on_error="propagate"):
+            with torch.no_grad():
+                model(batch(comm.rank))
+            total.backward() if early else model(batch(comm.rank))
+
+    with pytest.raises(RuntimeError, match=r"DataParallel on the communicator .* add it to the"):
+        body()
+    model.zero_grad()
+    loss(model(batch(comm.rank))).backward()
+    alone = layers()
+    check(grads(model), mean([gradients(alone, loss(alone(batch(r)))) for r in range(comm.size)]))
+    works(comm)
+
+
 @ranks(2, 3)
 def test_ranks_that_do_not_do_the_same(comm):
     model = DataParallel(layers(), comm)
