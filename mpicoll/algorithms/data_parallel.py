@@ -69,8 +69,9 @@ class DataParallel(torch.nn.Module, Joinable):
         Gradients are averaged in buckets of at most so many bytes, or of one parameter. The same on
         every rank.
     broadcast_buffers
-        True: the buffers (running means, say) take the values of the lowest rank that takes part,
-        at the start of every forward after which gradients are averaged. The same on every rank.
+        True: the buffers (running means, say) take the values of rank 0 at the start of every
+        forward after which gradients are averaged; within :class:`Join` those of the highest rank
+        that has inputs. The same on every rank.
     find_unused_parameters
         True: look through the graph after every forward for parameters that the outputs do not
         depend on, so that buckets with such parameters need not wait for the end of backward. The
@@ -260,7 +261,9 @@ class DataParallel(torch.nn.Module, Joinable):
         Raises
         ------
         RuntimeError
-            A parameter requires a gradient that did not when the wrapper was made.
+            A parameter requires a gradient that did not when the wrapper was made. Gradients are to
+            be averaged within a :class:`Join` context on the same communicator that does not have
+            this object among its joinables.
         """
         synchronizes = torch.is_grad_enabled() and self.require_backward_grad_sync
         if torch.is_grad_enabled():
@@ -329,13 +332,15 @@ class DataParallel(torch.nn.Module, Joinable):
                 )
         if [(p.dtype, p.device) for p in self._trained] != self._kinds:
             self._arrange()  # the module has been moved, on all ranks
+        if synchronizes:
+            Join._require_listed(self)
         Join.notify_join_context(self)
         told = Join._announce(self, _FORWARD if synchronizes else _UNSYNCHRONIZED)
         if self._pass is not None and torch._C._current_graph_task_id() < 0:
             # Where that has been announced, the others have heard of what had begun only.
             self._release(told is None)
         if synchronizes:
-            self._broadcast_buffers(0 if told is None else told.present[0])
+            self._broadcast_buffers(0 if told is None else told.present[-1])
 
     def _broadcast_buffers(self, root: int) -> None:
         buffers = [buffer.detach() for buffer in self.module.buffers()]
@@ -395,6 +400,7 @@ class DataParallel(torch.nn.Module, Joinable):
 
     def _begin(self, this: _Pass) -> None:
         try:
+            Join._require_listed(self)
             this.told = Join._announce(self, _BACKWARD)
         except BaseException:
             self._pass = None  # all ranks raise; nothing has been sent
@@ -580,7 +586,7 @@ class _Hook(MemberHook):
             if started:  # of a failure it hears in the next round
                 self.model._collect(started, alone=False)
         if action == _FORWARD:
-            self.model._broadcast_buffers(present[0])
+            self.model._broadcast_buffers(present[-1])
         return action in (_UNSYNCHRONIZED, _END)
 
     def abandon(self) -> None:

@@ -101,7 +101,8 @@ class Join:
 
     :class:`DataParallel` and :class:`ZeroRedundancyOptimizer` announce each forward, backward and
     step, in rounds that only their own hooks answer: an iteration may have any number of them.
-    ``iterations`` counts what the first joinable announces.
+    ``iterations`` counts what the first joinable announces. One on the communicator of the context
+    that is not in the list raises ``RuntimeError`` when it is to communicate.
 
     Entering is collective on the communicator of the joinables. So is making the context where an
     object is to be adapted: on the communicator of the other joinables, the world if there is none.
@@ -374,6 +375,17 @@ class Join:
             return None
         session.iterate()
         return Announcement()
+
+    @staticmethod
+    def _require_listed(joinable: Joinable) -> None:
+        """Raise where ranks that have run out of inputs could not answer what it is about to do."""
+        session = Session.of(_communicator_of(joinable)._comm)
+        if session is not None and session.state == "active" and id(joinable) not in _contexts:
+            raise RuntimeError(
+                f"Join: a {_name(joinable)} on the communicator of an active context is not among "
+                "its joinables: ranks that have run out of inputs would not answer it, and the "
+                "others would wait for ever; add it to the list"
+            )
 
     @staticmethod
     def _announce(joinable: Joinable, action: str) -> Announced | None:

@@ -77,6 +77,11 @@ class Session:
                 "need communicators of their own (Dup or Split)"
             )
 
+    @staticmethod
+    def of(comm: mpi.Comm) -> Session | None:
+        """That of the active context on `comm`."""
+        return _sessions.get(comm)
+
     def open(self, joinables: int) -> None:
         """Enter, together with all ranks."""
         _sessions[self.comm] = self

@@ -189,12 +189,14 @@ class ZeroRedundancyOptimizer(torch.optim.Optimizer, Joinable):
         Raises
         ------
         RuntimeError
-            The step of another rank's share has failed.
+            The step of another rank's share has failed. Or it is called within a :class:`Join`
+            context on the same communicator that does not have this object among its joinables.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        Join._require_listed(self)
         Join.notify_join_context(self)
         told = Join._announce(self, _STEP)
         failed = self._update(None if told is None else told.present)

@@ -871,7 +871,7 @@ SHARDS = (100, 60, 0, 37)
 RATE = 0.05
 
 
-def shard(rank, size=None):
+def shard(rank):
     """The batches of a rank: 100, 60, 0 and 37 samples, ten in a batch."""
     n = SHARDS[rank % 4]
     made = torch.Generator().manual_seed(rank)
@@ -879,23 +879,25 @@ def shard(rank, size=None):
     return list(x.split(10)) if n else []
 
 
-def alone_on(make, size, by_all, step=None):
+def alone_on(make, shards, by_all):
     """What one process computes for the same schedule of averages."""
-    module = make()
-    shards = [shard(r) for r in range(size)]
+    module, size = make(), len(shards)
     optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
+    states = [list(module.buffers())] * size  # the buffers of each rank
     for k in range(max(map(len, shards))):
         active = [r for r in range(size) if len(shards[r]) > k]
-        parts, after = [], []
+        parts, start = [], states[active[-1]]
         for r in active:
             each = copy.deepcopy(module)
+            for b, value in zip(each.buffers(), start, strict=True):
+                b.copy_(value)
             parts.append(gradients(each, loss(each(shards[r][k]), r)))
-            after.append(list(each.buffers()))
+            states[r] = list(each.buffers())
         for p, g in zip(module.parameters(), mean(parts, size if by_all else None), strict=True):
             p.grad = g
         optimizer.step()
-        for b, value in zip(module.buffers(), after[0], strict=True):
-            b.copy_(value)
+    for b, value in zip(module.buffers(), states[active[-1]], strict=True):
+        b.copy_(value)
     return module
 
 
@@ -916,8 +918,9 @@ def test_uneven_shards(comm, by_all, on_error, make):
     options = {} if by_all else {"divide_by_initial_world_size": False}
     with Join([model], on_error=on_error, **options) as context:
         train(model, optimizer, shard(comm.rank), comm.rank)
-    expected = alone_on(make, comm.size, by_all)
-    check(list(model.parameters()), list(expected.parameters()), {"rtol": 1e-9, "atol": 1e-11})
+    expected = alone_on(make, [shard(r) for r in range(comm.size)], by_all)
+    close = {"rtol": 1e-9, "atol": 1e-11}
+    check(list(model.state_dict().values()), list(expected.state_dict().values()), close)
     same_everywhere(comm, model.state_dict().values())
     mine = len(shard(comm.rank))
     assert (context.iterations, context.shadowed) == (mine, 10 - mine)
@@ -925,30 +928,18 @@ def test_uneven_shards(comm, by_all, on_error, make):
 
 
 @ranks(2, 3, 4)
-def test_rank_0_runs_out_first(comm):
-    """The buffers then come from the lowest rank that has inputs."""
-    n = comm.rank + 1
+@pytest.mark.parametrize("first", ["lowest", "highest"])
+def test_buffers_come_from_who_has_inputs(comm, first):
+    def batches(r):
+        count = r + 1 if first == "lowest" else comm.size - r
+        return [batch(r, k) for k in range(count)]
+
     model = DataParallel(normalized(), comm)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     with Join([model]):
-        train(model, optimizer, [batch(comm.rank, k) for k in range(n)], comm.rank)
-    alone = normalized()
-    steps = torch.optim.SGD(alone.parameters(), lr=RATE)
-    after = {r: list(alone.buffers()) for r in range(comm.size)}  # those of each rank
-    for k in range(comm.size):
-        parts, start = [], after[k]
-        for r in range(k, comm.size):
-            each = copy.deepcopy(alone)
-            for b, value in zip(each.buffers(), start, strict=True):
-                b.copy_(value)
-            parts.append(gradients(each, loss(each(batch(r, k)), r)))
-            after[r] = list(each.buffers())
-        for p, g in zip(alone.parameters(), mean(parts, comm.size), strict=True):
-            p.grad = g
-        steps.step()
-    for b, value in zip(alone.buffers(), after[comm.size - 1], strict=True):
-        b.copy_(value)
-    check(list(model.state_dict().values()), list(alone.state_dict().values()))
+        train(model, optimizer, batches(comm.rank), comm.rank)
+    expected = alone_on(normalized, [batches(r) for r in range(comm.size)], True)
+    check(list(model.state_dict().values()), list(expected.state_dict().values()))
 
 
 @ranks(2, 3, 4)
@@ -1135,6 +1126,30 @@ def test_a_failure_reaches_all_ranks(comm, where, out, works):
     check(
         grads(model), mean([gradients(alone, loss(alone(batch(r, 9)))) for r in range(comm.size)])
     )
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("early", [False, True])
+def test_a_model_that_is_not_in_the_list(comm, other, early, works):
+    """It would hang as soon as a rank has run out of inputs."""
+    model = DataParallel(layers(), comm)
+    listed = DataParallel(layers(), comm) if other else comm
+    total = loss(model(batch(comm.rank)))
+
+    def body():
+        with Join([listed], on_error="propagate"):
+            with torch.no_grad():
+                model(batch(comm.rank))
+            total.backward() if early else model(batch(comm.rank))
+
+    with pytest.raises(RuntimeError, match=r"DataParallel on the communicator .* add it to the"):
+        body()
+    model.zero_grad()
+    loss(model(batch(comm.rank))).backward()
+    alone = layers()
+    check(grads(model), mean([gradients(alone, loss(alone(batch(r)))) for r in range(comm.size)]))
+    works(comm)
 
 
 @ranks(2, 3)

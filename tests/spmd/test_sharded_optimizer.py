@@ -451,6 +451,22 @@ def test_a_failure_reaches_all_ranks(comm, works):
 
 
 @every
+def test_an_optimizer_that_is_not_in_the_list(comm, works):
+    model = DataParallel(layers(), comm)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, comm)
+
+    def body():
+        with Join([model], on_error="propagate"):
+            loss(model(batch(comm.rank))).backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"ZeroRedundancyOptimizer .* add it to the list"):
+        body()
+    optimizer.step()
+    works(comm)
+
+
+@every
 def test_what_join_asks_for(comm):
     optimizer = ZeroRedundancyOptimizer(layers().parameters(), torch.optim.Adam, comm)
     assert isinstance(optimizer, Joinable)
