@@ -18,6 +18,7 @@ from ._core import collectives, mpi
 from .ops import OPERATIONS, REDUCTIONS, Operation, ReduceOp
 from .staging import (
     Pipeline,
+    code_of,
     contiguous,
     empty,
     is_plain,
@@ -164,11 +165,22 @@ def _elementwise(call: Call, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         result = target
     else:
         result = source  # contiguous() has copied the caller's tensor: ours to write
-    if plan_for(source.device).direct:
+    host = source.device.type == "cpu"
+    if host or (
+        plan_for(source.device).direct
+        and collectives.by_mpi_alone(
+            call.comm, code, code_of(source.dtype), op, source.numel(), source.element_size(),
+            call.reverse,
+        )
+    ):  # fmt: skip
+        if not host and call.operation.name == "Bcast" and result is not source:
+            source = result.copy_(source)
         with on_device(source.device):
             collectives.elementwise(
                 call.comm, call.channel, code, source, result, op, call.root, call.reverse
             )
+        if not host and call.op is ReduceOp.AVG:
+            result.div_(call.comm.size)
     else:
         _staged_elementwise(call, code, op, source.view(-1), result.view(-1))
     if target is None or result is target:
@@ -410,7 +422,12 @@ def _one_call(
         collectives.scatterv(comm, channel, sent, received, counts, root)
     elif name == "Reduce_scatter":
         assert call.op is not None
-        collectives.reduce_scatter(comm, channel, sent, received, counts, int(call.op))
+        if sent.device.type == "cpu":
+            collectives.reduce_scatter(comm, channel, sent, received, counts, int(call.op))
+        else:  # most reductions are functions of the core, which works in host memory
+            host = torch.empty_like(received, device="cpu")
+            collectives.reduce_scatter(comm, channel, sent.cpu(), host, counts, int(call.op))
+            received.copy_(host)
     else:
         large = call.largest > mpi.limits()[1]
         collectives.alltoallv(comm, channel, sent, sends, received, receives, large)

@@ -23,6 +23,9 @@ def elementwise(
     root: int,
     reverse: bool = False,
 ) -> torch.Tensor: ...
+def by_mpi_alone(
+    c: Comm, what: int, dtype: int, op: int, count: int, itemsize: int, reverse: bool
+) -> bool: ...
 def barrier(c: Comm, channel: int = 0) -> None: ...
 def allgatherv(
     c: Comm, channel: int, x: torch.Tensor, y: torch.Tensor, counts: Sequence[int]

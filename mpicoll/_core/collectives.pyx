@@ -50,8 +50,8 @@ from mpicoll._core.mpi_api cimport (
 )
 
 cdef extern from "reductions.h" nogil:
-    enum: MPICOLL_MAX, MPICOLL_AVG, MPICOLL_MINLOC, MPICOLL_MAXLOC
-    enum: MPICOLL_F32, MPICOLL_F64, MPICOLL_C64, MPICOLL_C128
+    enum: MPICOLL_MAX, MPICOLL_SUM, MPICOLL_PROD, MPICOLL_AVG, MPICOLL_MINLOC, MPICOLL_MAXLOC
+    enum: MPICOLL_U32, MPICOLL_I64, MPICOLL_F32, MPICOLL_F64, MPICOLL_C64, MPICOLL_C128
     int mpicoll_reduce_rows(int, int, const void* const*, int, void*, int64_t)
     int mpicoll_scan_rows(int, int, const void* const*, int, void* const*, int64_t, int, int)
     int mpicoll_fill_neutral(int, int, void*, int64_t)
@@ -220,9 +220,12 @@ cdef void divide(void* data, int dtype, int64_t n, int size) noexcept nogil:
 
 cdef int by_library(
     Comm c, int channel, int what, char* x, char* y, int64_t n, int itemsize, int dtype, int op,
-    int root,
+    int root, bint host,
 ) noexcept nogil:
-    """One piece through the library's own function; x == y works in place."""
+    """One piece through the library's own function; x == y works in place.
+
+    In the memory of a device (not `host`) an average is left a sum.
+    """
     cdef mpi_handle comm = c.handle[channel]
     cdef mpi_handle kind = library.unit[itemsize] if what == BCAST else library.datatype[dtype]
     cdef mpi_handle reduction = library.operation[op][dtype]
@@ -254,7 +257,7 @@ cdef int by_library(
         error = mpi_Exscan(send, y, <int>n, kind, reduction, comm)
         if c.rank == 0:
             mpicoll_fill_neutral(op, dtype, y, n)
-    if op == MPICOLL_AVG and not error and (what == ALLREDUCE or c.rank == root):
+    if op == MPICOLL_AVG and host and not error and (what == ALLREDUCE or c.rank == root):
         divide(y, dtype, n, c.size)
     return error
 
@@ -360,10 +363,37 @@ cdef int by_rows(
     return error
 
 
+cdef int64_t piece_of(int itemsize) noexcept nogil:
+    """Elements that are reduced at once; even, because pairs are never cut apart."""
+    return max(2, min(library.chunk_bytes // itemsize, library.count_limit) // 2 * 2)
+
+
+def by_mpi_alone(
+    Comm c not None, int what, int dtype, int op, int64_t count, int itemsize, bint reverse
+):
+    """Whether nobody but the MPI library touches the elements: they may be a device's.
+
+    An AVG is then a sum that the caller divides, and a Bcast is in place.
+    """
+    cdef int64_t piece = piece_of(itemsize)
+    cdef int64_t last = count % piece or min(count, piece)
+    if reverse or last * itemsize <= c.shared[USER].limit:
+        return False
+    if what == BCAST:
+        return True
+    if what != ALLREDUCE and what != SCAN:
+        return False  # of these the core writes zeros or neutral elements
+    # Others than sums and products are functions of the core.
+    return op in (MPICOLL_SUM, MPICOLL_PROD, MPICOLL_AVG) and bool(
+        library.has_operation[op][dtype]
+        and (MPICOLL_U32 <= dtype <= MPICOLL_I64 or dtype >= MPICOLL_F32)
+    )
+
+
 cdef int run_elementwise(
     Comm c, int channel, int what, Buffer* x, Buffer* y, int op, int root, bint reverse
 ) except -1:
-    cdef int64_t n = x.count, at = 0, piece = library.chunk_bytes // x.itemsize // 2 * 2
+    cdef int64_t n = x.count, at = 0, piece = piece_of(x.itemsize)
     cdef int error = 0, itemsize = x.itemsize, dtype = x.dtype
     cdef char* source = <char*>x.data
     cdef char* target = <char*>y.data
@@ -374,10 +404,6 @@ cdef int run_elementwise(
     if what != BCAST and not mpicoll_reduction_supported(op, dtype):
         raise TypeError(f"{NAMES[what].decode()}: elements of this dtype are moved, not reduced")
     cdef bint ours = reverse or (what != BCAST and not library.has_operation[op][dtype])
-    if piece > library.count_limit:
-        piece = library.count_limit // 2 * 2  # pairs are never cut apart
-    if piece < 2:
-        piece = 2
     while True:
         if n - at < piece:
             piece = n - at
@@ -395,7 +421,8 @@ cdef int run_elementwise(
                     )
                 else:
                     error = by_library(
-                        c, channel, what, source, target, piece, itemsize, dtype, op, root
+                        c, channel, what, source, target, piece, itemsize, dtype, op, root,
+                        x.device_type == 1,
                     )
         at += piece
         source += piece * itemsize
@@ -763,6 +790,7 @@ cdef class _Block:
     cdef char* data
     cdef int64_t count
     cdef int itemsize
+    cdef bint host
 
     def __init__(self, tensor, int64_t start, int64_t count):
         cdef Buffer buffer
@@ -773,6 +801,7 @@ cdef class _Block:
         self.data = <char*>buffer.data + start * buffer.itemsize
         self.count = count
         self.itemsize = buffer.itemsize
+        self.host = buffer.device_type == 1
 
 
 def exchange(Comm c not None, send, receive):
@@ -788,7 +817,7 @@ def exchange(Comm c not None, send, receive):
 
 
 cdef int _exchange(Comm c, list send, list receive) except -1:
-    cdef int size = c.size, rank = c.rank, s, k, error = 0, done
+    cdef int size = c.size, rank = c.rank, s, k, error = 0, done, nearest = 1
     cdef int64_t at, n, longest = 0
     cdef int64_t piece = library.count_limit
     cdef list blocks = [_Block(*send[s]) for s in range(size)]
@@ -809,14 +838,16 @@ cdef int _exchange(Comm c, list send, list receive) except -1:
     if block.count != (<_Block>places[rank]).count:
         free(requests)
         raise ValueError("exchange: a rank's block for itself has two sizes")
-    if block.count:
+    if not block.host or not (<_Block>places[rank]).host:
+        nearest = 0  # MPI copies what a rank sends to itself
+    elif block.count:
         memcpy((<_Block>places[rank]).data, block.data, block.count * block.itemsize)
     try:
         at = 0
         while at < longest:
             done = 0
             # Start with the next rank, so that not everybody sends to rank 0 first.
-            for k in range(1, size):
+            for k in range(nearest, size):
                 s = (rank + size - k) % size
                 block = places[s]
                 n = min(piece, block.count - at)
@@ -827,7 +858,7 @@ cdef int _exchange(Comm c, list send, list receive) except -1:
                         &requests[done],
                     )
                     done += not error
-            for k in range(1, size):
+            for k in range(nearest, size):
                 s = (rank + k) % size
                 block = blocks[s]
                 n = min(piece, block.count - at)

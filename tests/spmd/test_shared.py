@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,10 @@ from mpi4py import MPI
 import mpicoll
 from mpicoll import MPI_MAX, MPI_SUM, CollectiveMismatchError, ReduceOp
 from mpicoll._core import shared_memory
+from mpicoll._core.collectives import by_mpi_alone
+from mpicoll.dispatch import CODES
 from mpicoll.nn import functional
+from mpicoll.staging import code_of
 
 LIMIT = 256  # bytes; short, so that tests meet both sides of it
 DTYPES = [
@@ -99,16 +103,19 @@ def test_without_shared_memory_mpi_carries_all(comm, dup, monkeypatch, what, tmp
 
 
 @ranks(2, 3, 4)
-def test_no_file_is_left(comm, dup):
-    made = dup(comm, LIMIT)
-    made.Barrier()
-    assert made._comm.shared_bytes == LIMIT
-    mine = [
-        name for name in os.listdir(shared_memory.FOLDER)
-        if name.startswith("mpicoll-")
-        and os.stat(os.path.join(shared_memory.FOLDER, name)).st_uid == os.getuid()
-    ]  # fmt: skip
-    assert mine == []
+def test_no_file_is_left(comm, dup, monkeypatch):
+    created = []
+    mkstemp = tempfile.mkstemp
+
+    def recorded(**options):
+        descriptor, path = mkstemp(**options)
+        created.append(path)
+        return descriptor, path
+
+    monkeypatch.setattr(tempfile, "mkstemp", recorded)
+    assert dup(comm, LIMIT)._comm.shared_bytes == LIMIT
+    assert len(created) == (comm.rank == 0)
+    assert [path for path in created if os.path.exists(path)] == []
 
 
 @ranks(2, 3, 4)
@@ -338,3 +345,42 @@ def test_disagreement_in_backward(comm, dup):
         (y if comm.rank else z).sum().backward()
     assert "\n  rank 0: Reduce, SUM, root 0, 3 elements, float32" in str(caught.value)
     assert "\n  rank 1: Allreduce, SUM, 3 elements, float32" in str(caught.value)
+
+
+# ---------------------------------------------------------------- memory of a device
+
+
+@ranks(1, 2, 3, 4)
+def test_what_mpi_does_alone(comm, dup, limits):
+    """Only then may elements lie where the core cannot read them."""
+    limits(chunk_bytes=4096)
+    short, plain = dup(comm, LIMIT)._comm, dup(comm, 0)._comm
+    longest = short.shared_bytes  # 0 on one rank
+
+    def alone(core, name, dtype, op=None, nbytes=4096, reverse=False):
+        number = -1 if op is None else int(op)
+        size = dtype.itemsize
+        return by_mpi_alone(
+            core, CODES[name], code_of(dtype), number, nbytes // size, size, reverse
+        )
+
+    for dtype in (torch.float32, torch.complex128, torch.int64, torch.uint32):
+        assert alone(short, "Allreduce", dtype, ReduceOp.SUM)
+        assert alone(short, "Scan", dtype, ReduceOp.PROD)
+        assert alone(short, "Bcast", dtype)
+        assert not alone(short, "Scan", dtype, ReduceOp.SUM, reverse=True)
+        for name in ("Reduce", "Exscan"):
+            assert not alone(short, name, dtype, ReduceOp.SUM)
+        assert not alone(short, "Allreduce", dtype, ReduceOp.BOR)
+        assert not alone(short, "Allreduce", dtype, ReduceOp.MAX)
+        assert alone(short, "Allreduce", dtype, ReduceOp.SUM, longest + 16)
+        assert alone(plain, "Allreduce", dtype, ReduceOp.SUM, 16)
+        assert not alone(short, "Allreduce", dtype, ReduceOp.SUM, longest)
+        # A rest of the last piece that is short goes through shared memory on the other ranks.
+        assert alone(short, "Bcast", dtype, None, 4096 + 16) == (comm.size == 1)
+        assert not alone(plain, "Bcast", dtype, None, 0)
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.float16):
+        assert not alone(plain, "Allreduce", dtype, ReduceOp.SUM)
+        assert alone(plain, "Bcast", dtype)
+    assert alone(plain, "Allreduce", torch.float64, ReduceOp.AVG)
+    assert alone(plain, "Bcast", torch.float8_e5m2)
