@@ -122,6 +122,9 @@ def _uncaught_in_thread(about: threading.ExceptHookArgs) -> str | None:
         return None
     if not _concerns_others() or getattr(about.exc_value, _ALLOWED, False):
         return None
+    daemon = about.thread is not None and about.thread.daemon
+    if daemon and not threading.main_thread().is_alive():  # the program has ended
+        return None
     name = "" if about.thread is None else f" {about.thread.name}"
     return f"in its thread{name}, with an exception that nobody caught"
 

@@ -88,6 +88,16 @@ def test_the_job_ends(fault):
         "sys.exit(0)",
         "thread(lambda: sys.exit(3))",  # ends the thread, quietly
         """
+def late():
+    threading.main_thread().join()
+    fail()
+def last():
+    threading.main_thread().join()
+    threading.Event().wait(1)
+threading.Thread(target=late, daemon=True).start()
+threading.Thread(target=last).start()
+""",  # fails when the program has ended
+        """
 try:
     fail()
 except ArithmeticError:
