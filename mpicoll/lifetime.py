@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ._core import collectives, mpi, point_to_point
 from ._core.shared_memory import segment
-from .dispatch import CONTROL
+from .dispatch import CONTROL, USER
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,11 +62,12 @@ def drop(dropped: dict[int, Remains], number: int, remains: Remains) -> None:
 def bury(comm: mpi.Comm, dropped: dict[int, Remains]) -> None:
     """Free what was dropped on every rank of `comm`, and their own dropped children."""
     mine = sorted(dropped)
-    longest = max(count for (count,) in collectives.agree(comm, CONTROL, (len(mine),)))
+    # On the user's channel: ranks that call something else there meanwhile are found out.
+    longest = max(count for (count,) in collectives.agree(comm, USER, (len(mine),)))
     if longest == 0:
         return
     padded = (*mine, *(0,) * (longest - len(mine)))
-    rows = collectives.agree(comm, CONTROL, padded)
+    rows = collectives.agree(comm, USER, padded)
     for number in sorted(set.intersection(*(set(row) for row in rows)) - {0}):
         remains = dropped.pop(number)
         dead = mpi.Comm(remains.base, remains.channels)

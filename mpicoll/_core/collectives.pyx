@@ -132,7 +132,7 @@ cdef object in_words(uint64_t call):
     if what in (BCAST, REDUCE, GATHER, SCATTER, BROADCAST):
         words.append(f"root {root}")
     if what >= AGREE:
-        words.append(f"{n} numbers")
+        words.append("1 number" if n == 1 else f"{n} numbers")
     elif what != BARRIER:
         if what != ALLTOALL:  # every rank has its own number
             words.append(

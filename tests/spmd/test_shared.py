@@ -297,6 +297,10 @@ DISAGREEMENTS = {
         "Allreduce, SUM, 1 element, float32",
         "Exchange of sizes, 14 numbers",
     ),
+    "making a communicator": (
+        lambda c, odd: c.Split(0).Free() if odd else c.Allreduce(torch.ones(1), MPI_SUM),
+        "Allreduce, SUM, 1 element, float32", "Exchange of sizes, 1 number",
+    ),
     "gathers": (
         lambda c, odd: c.Gather(torch.ones(3), 0, 0) if odd else c.Allgather(torch.ones(3), 0),
         "Allgather, {W*3} elements in all, float32",
