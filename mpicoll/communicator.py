@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
 from . import config, failure, lifetime, watch
 from ._core import buffers, collectives, mpi
@@ -21,7 +20,7 @@ from .arguments import (
     as_tag,
     check_reducible,
 )
-from .autograd import apply, apply_inplace, needs_graph, require_derivative
+from .autograd import apply, apply_inplace, needs_graph, require_derivative, transforms
 from .autograd import point_to_point as messages
 from .autograd.point_to_point import WaitHandle
 from .dispatch import CODES, USER, Call
@@ -764,7 +763,7 @@ class Communicator:
             dtype=name_of(source.dtype),
             staged=any(row.staged for row in rows),
         )
-        if not source.wants_grad and forward_ad._current_level < 0:
+        if not source.wants_grad and not transforms.active():
             tensor = tensor.detach()  # the root decides
         return apply(call, tensor, anchored=bool(source.wants_grad) and torch.is_grad_enabled())
 

@@ -129,6 +129,24 @@ class Call:
         dual.shape, dual.largest, dual.longest = self.shape, self.largest, self.longest
         return dual
 
+    def batched(self, size: int) -> tuple[Call, int]:
+        """The call for `size` tensors in one, and the position of the new dimension in it.
+
+        It is the last one, where it changes no axis, unless the elements are pairs in the last one
+        or all dimensions are alike anyway.
+        """
+        pairs = self.op is not None and REDUCTIONS[self.op].pairs
+        if self.operation.pattern != "elementwise" and not pairs:
+            shape = (*self.shape, size) if self.shape else ()
+            position, axes = -1, {}
+        else:
+            shape = (size, *self.shape) if self.shape else ()
+            position = 0
+            names = ("gatheraxis", "scatteraxis")
+            axes = {n: getattr(self, n) + 1 for n in names if getattr(self, n) >= 0}
+        longer = {"largest": self.largest * size, "longest": self.longest * size}
+        return self.replace(shape=shape, **axes, **longer), position
+
     @property
     def derivative(self) -> str | None:
         """How the call differentiates: ``linear``, ``winner``, ``product`` or None (not at all)."""

@@ -515,7 +515,10 @@ def express(Comm c not None, int what, tensor, int op, root):
         return None
     if not plain(tensor, &source):
         return None
-    if dispatch_modes["_is_in_torch_dispatch_mode"] or forward_ad["_current_level"] >= 0:
+    if (
+        dispatch_modes["_is_in_torch_dispatch_mode"] or forward_ad["_current_level"] >= 0
+        or transforms()
+    ):
         return None
     if what != BCAST and (
         op < 0 or op > MPICOLL_AVG or not library.has_operation[op][source.dtype]
@@ -528,7 +531,7 @@ def express(Comm c not None, int what, tensor, int op, root):
     if overflow or where < 0 or where >= c.size:
         return None
     if tensor.requires_grad and grad_enabled():
-        return None if transforms() else in_graph(c, what, tensor, op, root)
+        return in_graph(c, what, tensor, op, root)
     result = allocate_like(&source, &target)
     run_elementwise(c, USER, what, &source, &target, op, <int>where, False)
     return result

@@ -12,7 +12,7 @@ from ..ops import OPERATIONS, REDUCTIONS, ReduceOp
 from ..staging import widened
 from . import functions
 
-__all__ = ["adjoint", "whole_adjoint"]
+__all__ = ["adjoint", "pushforward", "whole_adjoint"]
 
 
 def adjoint(call: Call, saved: Sequence[torch.Tensor], gradient: torch.Tensor) -> torch.Tensor:
@@ -23,9 +23,21 @@ def adjoint(call: Call, saved: Sequence[torch.Tensor], gradient: torch.Tensor) -
     if call.op is ReduceOp.AVG:
         return _average(call, gradient)
     if call.derivative == "winner":
-        tensor, result = saved
+        tensor, result = saved[:2]
         return _winner(call, tensor, result, gradient)
     return _product(call, saved[0], gradient)
+
+
+def pushforward(call: Call, saved: Sequence[torch.Tensor], tangent: torch.Tensor) -> torch.Tensor:
+    """The tangent of the result of `call`, from the tangent of its first tensor."""
+    if call.derivative == "linear":
+        return functions.apply(call, tangent)
+    tensor = saved[0]
+    if call.derivative == "winner":
+        factor = _share(call, tensor, saved[1].detach())
+    else:
+        factor = _others(call, tensor)
+    return functions.apply(call.replace(op=ReduceOp.SUM), tangent * factor)
 
 
 def whole_adjoint(call: Call) -> Call | None:
@@ -93,13 +105,20 @@ def _winner(
     call: Call, tensor: torch.Tensor, result: torch.Tensor, gradient: torch.Tensor
 ) -> torch.Tensor:
     """MAX, MIN: to the ranks whose element is the result, ties share evenly."""
-    assert call.op is not None
     total = _spread(call, gradient)
     present = _require_presence(call)
     if present and call.root >= 0 and call.root not in present:
         return total  # zeros: nobody has the result
     # As it came out of the call; the caller's tensor that it filled may have another shape.
-    best = _replicate(call, result.detach().reshape(gradient.shape))
+    return total * _share(call, tensor, result.detach().reshape(gradient.shape), present)
+
+
+def _share(
+    call: Call, tensor: torch.Tensor, result: torch.Tensor, present: Sequence[int] | None = None
+) -> torch.Tensor:
+    """MAX, MIN: how much of every element of the result came from this rank's `tensor`."""
+    assert call.op is not None
+    best = _replicate(call, result)
     mine = tensor.detach() == best
     if REDUCTIONS[call.op].pairs:  # both value and index decide; only the value has a gradient
         both = mine.all(-1, keepdim=True)
@@ -109,7 +128,7 @@ def _winner(
         count = _like(call, mine.to(torch.int32), ReduceOp.SUM)
     if present:  # nobody has the pieces of ranks that are gone; theirs is the gradient zero
         count = torch.where(best.isnan(), count, count.clamp(min=1))
-    return total * (mine.to(total.dtype) / count)
+    return mine.to(tensor.dtype) / count
 
 
 def _product(call: Call, tensor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
+        ctx.like = output.shape, output.dtype, output.device
         ctx.metas = [(d.shape, d.dtype, d.device) for d in inputs[1:]]
         ctx.wanted = [d.requires_grad for d in inputs[1:]]
 
@@ -30,9 +31,24 @@ class _Join(torch.autograd.Function):
         )
         return gradient, *zeros
 
+    @staticmethod
+    def jvp(ctx, tangent, *_):
+        if tangent is None:  # only the dummies have one
+            shape, dtype, device = ctx.like
+            return torch.zeros(shape, dtype=dtype, device=device)
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info, in_dims, loopthrough, *dummies):
+        moved = [
+            t if dim is None else t.movedim(dim, 0)
+            for t, dim in zip((loopthrough, *dummies), in_dims, strict=True)
+        ]
+        return _join(*moved), None if in_dims[0] is None else 0
+
 
 _join = node(_Join)
-#: The same memory and history, without being a view.
+#: The same memory and history, without being a view; further arguments are dummies.
 alias = _join
 
 

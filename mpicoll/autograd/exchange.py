@@ -9,7 +9,8 @@ import torch
 from .. import watch
 from .._core import collectives, mpi
 from ..staging import Pipeline, contiguous, is_plain, on_device, overlap, plan_for
-from .dummies import join
+from . import transforms
+from .dummies import alias, join
 from .functions import anchor, needs_graph
 from .nodes import dense, node
 
@@ -141,21 +142,48 @@ class _Exchange(torch.autograd.Function):
         ctx.comm, _, outputs, *tensors = inputs
         size = ctx.comm.size
         ctx.shapes = [t.shape for t in tensors[:size]]
+        ctx.received = inputs[1]
+        ctx.dtype, ctx.device = tensors[0].dtype, tensors[0].device
         ctx.rest = [
             (t.shape, t.dtype, t.device) if t.requires_grad else None for t in tensors[size:]
         ]
         if outputs:
             ctx.mark_dirty(*tensors[size:])
+        ctx.tied = transforms.active()
+        if ctx.tied:
+            ctx.save_for_backward(output[0])
 
     @staticmethod
     def backward(ctx, *gradients):
-        back = exchange(ctx.comm, [dense(g) for g in gradients], ctx.shapes)
+        gradients = [dense(g) for g in gradients]
+        if ctx.tied:
+            gradients[0] = transforms.tie(gradients[0], *ctx.saved_tensors)
+        back = exchange(ctx.comm, gradients, ctx.shapes)
         # Zeros that still hang on the node that ran, so that their backward runs it, too.
         rest = (
             None if m is None else join(torch.zeros(m[0], dtype=m[1], device=m[2]), back)
             for m in ctx.rest
         )
         return None, None, None, *back, *rest
+
+    @staticmethod
+    def jvp(ctx, _comm, _shapes, _outputs, *tangents):
+        zeros = torch.zeros((), dtype=ctx.dtype, device=ctx.device)
+        sends = [
+            zeros.expand(shape) if t is None else t
+            for shape, t in zip(ctx.shapes, tangents[: ctx.comm.size], strict=True)
+        ]
+        return exchange(ctx.comm, sends, ctx.received)
+
+    @staticmethod
+    def vmap(info, in_dims, comm, shapes, outputs, *tensors):
+        size = info.batch_size
+        moved = [
+            t.unsqueeze(-1).expand(*t.shape, size) if dim is None else t.movedim(dim, -1)
+            for t, dim in zip(tensors, in_dims[3:], strict=True)
+        ]
+        results = _exchange(comm, [(*shape, size) for shape in shapes], outputs, *moved)
+        return results, tuple(t.dim() - 1 for t in results)
 
 
 _exchange = node(_Exchange)
@@ -174,6 +202,15 @@ def exchange(
     Fills and returns `outputs` where they are given. `anchored` puts it in the graph though no
     tensor here requires grad; `dummies` are then inputs of the node and get zero gradients.
     """
+    if any(map(transforms.batches, tensors)):
+        return _older_batch(comm, tensors, shapes)
+    if transforms.active():
+        if outputs:
+            transforms.refuse_batches("all_to_all")
+            made = exchange(comm, tensors, shapes)
+            return tuple(o.copy_(m) for o, m in zip(outputs, made, strict=True))
+        aligned = transforms.align("exchange", comm, [*tensors, *dummies])
+        return _exchange(comm, shapes, False, *aligned)
     if needs_graph(*tensors, *outputs):
         return _exchange(comm, shapes, bool(outputs), *tensors, *outputs)
     if anchored:
@@ -182,6 +219,18 @@ def exchange(
     for output in outputs:
         torch.autograd.graph.increment_version(output)
     return result
+
+
+def _older_batch(
+    comm: mpi.Comm, tensors: Sequence[torch.Tensor], shapes: Shapes
+) -> tuple[torch.Tensor, ...]:
+    """:func:`exchange` of tensors some of which torch's older vmap has batched."""
+    size = transforms.batch_size(tensors)
+    wholes = [transforms.physical(t, size) for t in tensors]
+    made = exchange(
+        comm, [t.movedim(0, -1) for t in wholes], [torch.Size((*s, size)) for s in shapes]
+    )
+    return tuple(transforms.logical(t, t.dim() - 1) for t in made)
 
 
 class _Unstack(torch.autograd.Function):
@@ -218,6 +267,11 @@ _unstack = node(_Unstack)
 
 def unstack(stacked: torch.Tensor, size: int) -> tuple[torch.Tensor, ...]:
     """The `size` rows of `stacked`; zeros where it has none."""
+    if transforms.active() or transforms.batches(stacked):
+        rows = stacked
+        if rows.shape[0] == 0:
+            rows = alias(stacked.new_zeros(size, *stacked.shape[1:]), stacked)
+        return tuple(row.clone() for row in rows.unbind(0))
     if needs_graph(stacked):
         return _unstack(stacked, size)
     return _Unstack.forward(stacked, size)

@@ -11,7 +11,7 @@ from .._core import collectives, mpi
 from ..dispatch import CODES, Call
 from ..ops import OPERATIONS, Kind, ReduceOp
 from ..staging import kind_of
-from . import adjoints
+from . import adjoints, transforms
 from .dummies import alias, join
 from .nodes import dense, node
 
@@ -62,10 +62,15 @@ class Communication(torch.autograd.Function):
         if call.output:
             ctx.mark_dirty(tensors[-1])
         derivative = call.derivative
-        if derivative == "product":
-            ctx.save_for_backward(tensors[0])
-        elif derivative == "winner":
-            ctx.save_for_backward(tensors[0], output)
+        ctx.tied = _transforms()
+        if derivative != "linear":
+            ctx.save_for_forward(tensors[0], output)
+            if derivative == "winner" or ctx.tied:
+                ctx.save_for_backward(tensors[0], output)
+            else:
+                ctx.save_for_backward(tensors[0])
+        elif ctx.tied:
+            ctx.save_for_backward(output)
 
     @staticmethod
     def backward(ctx, gradient):
@@ -76,7 +81,10 @@ class Communication(torch.autograd.Function):
         gradient = dense(gradient)
         if call.output and call.shape:  # the caller's tensor may have another shape
             gradient = gradient.reshape(call.shape)
-        result = adjoints.adjoint(call, ctx.saved_tensors, gradient)
+        saved = ctx.saved_tensors
+        if ctx.tied:
+            gradient = transforms.tie(gradient, saved[-1])
+        result = adjoints.adjoint(call, saved, gradient)
         # They hang on the node that ran, so that their backward runs its adjoint, too.
         zeros = (None if m is None else join(_zeros(m), [result]) for m in others)
         if first is None:
@@ -85,6 +93,20 @@ class Communication(torch.autograd.Function):
             # A placeholder: its gradient is zero, and still hangs on the node that ran.
             result = join(_zeros(first), [result])
         return None, result, *zeros
+
+    @staticmethod
+    def jvp(ctx, _, tangent, *others):
+        return adjoints.pushforward(ctx.call, ctx.saved_tensors, tangent)
+
+    @staticmethod
+    def vmap(info, in_dims, call, *tensors):
+        larger, position = call.batched(info.batch_size)
+        moved = [
+            t if dim is None else t.movedim(dim, position)
+            for t, dim in zip(tensors, in_dims[1:], strict=True)
+        ]
+        result = _communicate(larger, *moved)
+        return result, position % result.dim()
 
 
 class _Guard(torch.autograd.Function):
@@ -167,13 +189,21 @@ def apply(
     `anchored` puts it in the graph though no tensor here requires grad, because another rank's
     does.
     """
+    if transforms.batches(tensors[0]):
+        return _older_batch(call, tensors[0])
     if needs_graph(*tensors):
         require_derivative(call, name or call.operation.name, tensors[0].dtype)
-        if call.output and tensors[-1]._is_view():
-            # torch takes the first input of a node that writes into a view for that view: copy.
+        transformed = transforms.active()
+        if call.output and (transformed or tensors[-1]._is_view()):
+            # Into a view: torch takes the first input of a node that writes into a view for that
+            # view. In a transform: torch sees the copy. So copy.
+            if transformed:
+                transforms.refuse_batches(name or call.operation.name)
             call.output = False
-            result = apply(call, *tensors[:-1], anchored=True)
+            result = apply(call, *tensors[:-1], anchored=not transformed)
             return tensors[-1].copy_(result.view(tensors[-1].shape))
+        if transformed:
+            tensors = transforms.align(name or call.operation.name, call.comm, tensors)
     elif anchored:
         tensors = (tensors[0], anchor(), *tensors[1:])
     else:
@@ -183,6 +213,14 @@ def apply(
             return tensors[-1]
         return result
     return _communicate(call, *tensors)
+
+
+def _older_batch(call: Call, tensor: torch.Tensor) -> torch.Tensor:
+    """Serve a batch of torch's older vmap (is_grads_batched, vectorize) as one larger tensor."""
+    size = transforms.batch_size([tensor])
+    larger, position = call.batched(size)
+    result = apply(larger, transforms.physical(tensor, size).movedim(0, position))
+    return transforms.logical(result, position % result.dim())
 
 
 # Calls of the express lane, by number, reduction and root. They lack the communicator, which
@@ -245,6 +283,10 @@ def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
         torch.autograd.graph.increment_version(tensor)
         return result
     require_derivative(call, name, tensor.dtype)
+    if transforms.active():
+        transforms.refuse_batches(name)
+        call.inplace = False
+        return tensor.copy_(apply(call, tensor.clone(), name=name))
     source = claim(tensor, name)
     if call.derivative != "linear":
         # The adjoint needs the values that the result overwrites.

@@ -12,12 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from .. import negotiate, watch
 from .._core import collectives, mpi
 from ..arguments import as_numelem, as_reduction, as_root, check_reducible
-from ..autograd import apply, exchange
+from ..autograd import apply, exchange, transforms
 from ..autograd.exchange import unstack
 from ..communicator import as_communicator
 from ..dispatch import CODES, Call
@@ -412,10 +411,11 @@ def scatter(
     none = torch.Size((0,))
     sends = mine if comm.rank == root else [blank] * comm.size
     receives = [shapes[comm.rank] if s == root else none for s in range(comm.size)]
-    if not wants and forward_ad._current_level < 0:  # a tangent is refused, not dropped
+    transformed = transforms.active()
+    if not wants and not transformed:
         sends = [t.detach() for t in sends]
     anchored = bool(wants) and torch.is_grad_enabled()
-    dummies = [t for t in mine if t.requires_grad] if comm.rank != root else []
+    dummies = [t for t in mine if transformed or t.requires_grad] if comm.rank != root else []
     return exchange(comm, sends, receives, anchored=anchored, dummies=dummies)[root]
 
 
@@ -517,6 +517,7 @@ def _stack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     step = first.numel() * first.element_size()
     if (
         not any(t.requires_grad for t in tensors)
+        and not transforms.active()
         and first.device.type == "cpu"
         and step
         and all(

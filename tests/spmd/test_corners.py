@@ -137,18 +137,6 @@ def test_zeros_without_memory(comm):
     equal(comm.Allgather(zeros, 0), [0.0] * 3 * comm.size)
 
 
-@ranks(2)
-def test_tangents_are_refused_not_dropped(comm):
-    from torch.autograd import forward_ad
-
-    with forward_ad.dual_level():
-        x = forward_ad.make_dual(torch.ones(2), torch.ones(2))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            comm.Scatter(x, 0, 1, 0)
-        with pytest.raises(NotImplementedError, match="jvp"):
-            comm.Allreduce(x, SUM)
-
-
 @every
 def test_func_grad_through_messages(comm, works):
     """torch.func.grad over a ring; what it could not run in backward is refused in forward."""
