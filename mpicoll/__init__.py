@@ -13,7 +13,7 @@ from .autograd.point_to_point import JoinDummiesHandle, WaitHandle
 from .communicator import COMM_SELF, COMM_WORLD, Communicator, comm_from_mpi4py
 from .errors import CollectiveMismatchError, MPIError, PluginError, PluginMismatchError
 from .failure import allow_exceptions
-from .helpers import copy_to_group, reduce_from_group
+from .helpers import copy_to_group, lockstep, reduce_from_group
 from .ops import ReduceOp
 from .staging import cuda_aware_mpi_support, deactivate_cuda_aware_mpi_support
 
@@ -67,6 +67,7 @@ __all__ = [
     "cuda_aware_mpi_support",
     "deactivate_cuda_aware_mpi_support",
     "hookimpl",
+    "lockstep",
     "nn",
     "plugins",
     "reduce_from_group",

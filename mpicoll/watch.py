@@ -34,6 +34,7 @@ __all__ = [
     "guard_of",
     "observe",
     "observing",
+    "order",
     "refuse",
     "release",
     "require_unobserved",
@@ -153,12 +154,21 @@ _observers: list[Observer] = []
 _guards: dict[mpi.Comm, Guard] = {}
 _observing: set[int] = set()  # the threads in which an observer runs
 _waiting: list[Callable[[], object]] = []
+#: Whether autograd has to put the calls in an order.
+ordered: bool = False
 
 
 def _switch() -> None:
     global on
     on = bool(_observers or _guards or _observing)
-    collectives.open_express(not on)
+    collectives.open_express(not (on or ordered))
+
+
+def order(value: bool) -> None:
+    """Let every call take the full path, where autograd puts it in an order."""
+    global ordered
+    ordered = value
+    _switch()
 
 
 def observe(started: Callable[[Event], object], finished: Callable[[Event], object]) -> Observer:

@@ -9,7 +9,7 @@ import torch
 from .. import watch
 from .._core import collectives, mpi
 from ..staging import Pipeline, contiguous, is_plain, on_device, overlap, plan_for
-from . import transforms
+from . import lockstep, transforms
 from .dummies import alias, join
 from .functions import anchor, needs_graph
 from .nodes import dense, node
@@ -211,6 +211,13 @@ def exchange(
             return tuple(o.copy_(m) for o, m in zip(outputs, made, strict=True))
         aligned = transforms.align("exchange", comm, [*tensors, *dummies])
         return _exchange(comm, shapes, False, *aligned)
+    chain = lockstep.chain_of(comm, tensors[0].dtype) if watch.ordered else None
+    if chain is not None:
+        first = join(tensors[0], [chain.tip])
+        rest = outputs or dummies
+        results = _exchange(comm, shapes, bool(outputs), first, *tensors[1:], *rest)
+        chain.advance(results[0])
+        return results
     if needs_graph(*tensors, *outputs):
         return _exchange(comm, shapes, bool(outputs), *tensors, *outputs)
     if anchored:

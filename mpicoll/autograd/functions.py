@@ -6,12 +6,12 @@ import torch
 from torch._functorch.eager_transforms import enable_inplace_requires_grad
 from torch.autograd import forward_ad
 
-from .. import dispatch
+from .. import dispatch, watch
 from .._core import collectives, mpi
 from ..dispatch import CODES, Call
 from ..ops import OPERATIONS, Kind, ReduceOp
 from ..staging import kind_of
-from . import adjoints, transforms
+from . import adjoints, lockstep, transforms
 from .dummies import alias, join
 from .nodes import dense, node
 
@@ -165,10 +165,19 @@ def needs_graph(*tensors: torch.Tensor) -> bool:
     return _transforms() or forward_ad._current_level >= 0
 
 
+def _summed(call: Call, dtype: torch.dtype) -> bool:
+    """Whether the gradient would be summed over the ranks though the dtype cannot be."""
+    return OPERATIONS[call.operation.dual].reduces and kind_of(call.dtype or dtype) is Kind.OTHER
+
+
+def _chain(call: Call, dtype: torch.dtype) -> lockstep.Chain | None:
+    differentiates = call.derivative is not None and not _summed(call, dtype)
+    return lockstep.chain_of(call.comm, call.dtype or dtype, differentiates)
+
+
 def require_derivative(call: Call, name: str, dtype: torch.dtype) -> None:
     """Raise RuntimeError if `call` cannot be a node of the graph."""
-    summed = OPERATIONS[call.operation.dual].reduces
-    if summed and kind_of(call.dtype or dtype) is Kind.OTHER:
+    if _summed(call, dtype):
         raise RuntimeError(
             f"{name}: the gradient would have to be summed over the ranks, which {dtype} cannot "
             "be, but the input requires grad; pass tensor.detach(), or convert it first"
@@ -191,7 +200,8 @@ def apply(
     """
     if transforms.batches(tensors[0]):
         return _older_batch(call, tensors[0])
-    if needs_graph(*tensors):
+    chain = _chain(call, tensors[0].dtype) if watch.ordered else None
+    if chain is not None or needs_graph(*tensors):
         require_derivative(call, name or call.operation.name, tensors[0].dtype)
         transformed = transforms.active()
         if call.output and (transformed or tensors[-1]._is_view()):
@@ -212,7 +222,11 @@ def apply(
             torch.autograd.graph.increment_version(tensors[-1])
             return tensors[-1]
         return result
-    return _communicate(call, *tensors)
+    if chain is None:
+        return _communicate(call, *tensors)
+    result = _communicate(call, tensors[0], chain.tip, *tensors[1:])
+    chain.advance(result)
+    return result
 
 
 def _older_batch(call: Call, tensor: torch.Tensor) -> torch.Tensor:
@@ -278,7 +292,8 @@ def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
     The result shares the tensor's storage. In the graph, a non-leaf `tensor` may not be used
     afterwards: its history is replaced by a node that raises.
     """
-    if not needs_graph(tensor):
+    chain = _chain(call, tensor.dtype) if watch.ordered else None
+    if chain is None and not needs_graph(tensor):
         result = dispatch.run(call, (tensor,))
         torch.autograd.graph.increment_version(tensor)
         return result
@@ -291,9 +306,13 @@ def apply_inplace(call: Call, tensor: torch.Tensor, name: str) -> torch.Tensor:
     if call.derivative != "linear":
         # The adjoint needs the values that the result overwrites.
         call.inplace = False
-        kept = _communicate(call, source.clone())
-        return _land(kept, source)
-    result = _communicate(call, source)
+        source, target = source.clone(), source
+    tip = () if chain is None else (chain.tip,)
+    result = _communicate(call, source, *tip)
+    if chain is not None:
+        chain.advance(result)
+    if call.derivative != "linear":
+        return _land(result, target)
     torch.autograd.graph.increment_version(tensor)
     return result
 

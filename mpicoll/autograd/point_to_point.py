@@ -16,6 +16,7 @@ from .. import watch
 from .._core import mpi, point_to_point
 from ..errors import MPIError
 from ..staging import Pipeline, contiguous, is_plain, on_device, plan_for
+from . import lockstep
 from .dummies import JoinDummies, join
 from .functions import anchor, claim, needs_graph
 from .nodes import dense, node
@@ -303,6 +304,14 @@ _start = node(_Start)
 _complete = node(_Complete)
 
 
+def _chain(
+    message: Message, tensor: torch.Tensor, differentiates: bool = True
+) -> lockstep.Chain | None:
+    if not watch.ordered:
+        return None
+    return lockstep.chain_of(message.comm, tensor.dtype, differentiates)
+
+
 def _start_reverse(message: Message, gradient: torch.Tensor) -> WaitHandle:
     """Start the gradient message that answers `message`, after what `gradient` depends on."""
     assert message.request is not None
@@ -316,8 +325,13 @@ def _start_reverse(message: Message, gradient: torch.Tensor) -> WaitHandle:
 
 
 def _isend(message: Message, tensor: torch.Tensor) -> WaitHandle:
+    # What the receiver is told: without a gradient to come back the send has no backward.
+    chain = _chain(message, tensor, tensor.requires_grad)
     if needs_graph(tensor):
-        dummy = _start(message, True, tensor.requires_grad, tensor)
+        anchors = [] if chain is None else [chain.tip]
+        dummy = _start(message, True, tensor.requires_grad, tensor, *anchors)
+        if chain is not None:
+            chain.tip = dummy
     else:
         message.send(tensor, False)
         dummy = torch.empty(0, device="cpu")
@@ -335,8 +349,12 @@ def _irecv(message: Message, tensor: torch.Tensor) -> WaitHandle:
         return WaitHandle(message, torch.empty(0, device="cpu"))
     if needs_graph(tensor) or (carries and torch.is_grad_enabled()):
         source = claim(tensor, "Irecv")
-        anchors = [] if tensor.requires_grad else [anchor(message.tag is None)]
-        dummy = _start(message, False, False, source, *anchors)
+        chain = _chain(message, tensor)
+        if chain is not None:
+            dummy = chain.tip = _start(message, False, False, source, chain.tip)
+        else:
+            anchors = [] if tensor.requires_grad else [anchor(message.tag is None)]
+            dummy = _start(message, False, False, source, *anchors)
     else:
         message.receive(tensor)
         dummy = torch.empty(0, device="cpu")
@@ -363,15 +381,14 @@ def complete(handle: WaitHandle) -> torch.Tensor:
     sent = message.tensor if message.sends or message.peer is None else None
     tracked = sent is not None and sent.requires_grad
     if torch.is_grad_enabled() and (handle.dummy.requires_grad or tracked):
+        chain = _chain(message, message.tensor)
+        dummy = handle.dummy if chain is None else join(handle.dummy, [chain.tip])
+        result = _complete(message, dummy, sent) if tracked else _complete(message, dummy)
         if sent is not None:
-            result = (
-                _complete(message, handle.dummy, sent)
-                if tracked
-                else _complete(message, handle.dummy)
-            )
             message.tensor = sent.detach()
-            return result
-        return _complete(message, handle.dummy)
+        if chain is not None:
+            chain.advance(result)
+        return result
     message.finish()
     return message.tensor.detach()
 
@@ -469,9 +486,16 @@ def _run_sendrecv(
             "sendtensor.detach()"
         )
     if needs_graph(sendtensor, recvtensor) or (carries and torch.is_grad_enabled()):
-        anchors = [] if wants or recvtensor.requires_grad else [anchor(out.tag is None)]
+        chain = _chain(out, recvtensor)
+        if chain is not None:
+            anchors = [chain.tip]
+        else:
+            anchors = [] if wants or recvtensor.requires_grad else [anchor(out.tag is None)]
         target = recvtensor if into.peer is None else claim(recvtensor, "Sendrecv")
-        return _sendrecv(out, into, wants, sendtensor, target, *anchors)
+        result = _sendrecv(out, into, wants, sendtensor, target, *anchors)
+        if chain is not None:
+            chain.advance(result)
+        return result
     return _Sendrecv.forward(out, into, wants, sendtensor, recvtensor)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from .. import watch
 from .._core import mpi
 from ..dispatch import BACKWARD, USER, Call
 from ..ops import OPERATIONS, ReduceOp
 from . import transforms
+from . import lockstep
+from .dummies import join
 from .functions import apply, needs_graph
 from .nodes import dense, node
 
@@ -19,14 +22,32 @@ def _sum(tensor: torch.Tensor, comm: mpi.Comm, channel: int) -> torch.Tensor:
     return apply(call, tensor.detach())
 
 
+def _anchored(ctx, result: torch.Tensor) -> list[torch.Tensor]:
+    """The gradients of the anchors, which hang on the node that ran."""
+    return [join(torch.zeros(0, device="cpu"), [result]) for _ in range(ctx.anchors)]
+
+
+def _in_graph(
+    function: type[torch.autograd.Function], tensor: torch.Tensor, comm: mpi.Comm, channel: int
+) -> torch.Tensor | None:
+    """The node for `tensor`; None where the graph needs none."""
+    chain = lockstep.chain_of(comm, tensor.dtype) if watch.ordered else None
+    if chain is not None:
+        result = function.apply(tensor, comm, channel, chain.tip)
+        chain.advance(result)
+        return result
+    return function.apply(tensor, comm, channel) if needs_graph(tensor) else None
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(tensor: torch.Tensor, comm: mpi.Comm, channel: int) -> torch.Tensor:
+    def forward(tensor: torch.Tensor, comm: mpi.Comm, channel: int, *anchors) -> torch.Tensor:
         return tensor.clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.comm = inputs[1]
+        ctx.anchors = len(inputs) - 3
         ctx.tied = transforms.active()
         if ctx.tied:
             ctx.save_for_backward(output)
@@ -49,16 +70,18 @@ class _CopyTo(torch.autograd.Function):
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(tensor: torch.Tensor, comm: mpi.Comm, channel: int) -> torch.Tensor:
+    def forward(tensor: torch.Tensor, comm: mpi.Comm, channel: int, *anchors) -> torch.Tensor:
         return _sum(tensor, comm, channel)
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.comm = inputs[1]
+        ctx.anchors = len(inputs) - 3
 
     @staticmethod
     def backward(ctx, gradient):
-        return copy_to(dense(gradient), ctx.comm, BACKWARD), None, None
+        result = copy_to(dense(gradient), ctx.comm, BACKWARD)
+        return result, None, None, *_anchored(ctx, result)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
@@ -75,15 +98,11 @@ _reduce_from = node(_ReduceFrom)
 
 def copy_to(tensor: torch.Tensor, comm: mpi.Comm, channel: int = USER) -> torch.Tensor:
     """Identity in forward, all-reduce in backward."""
-    if not needs_graph(tensor):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return _copy_to(tensor, comm, channel)
+    result = _in_graph(_CopyTo, tensor, comm, channel)
+    return tensor.clone(memory_format=torch.contiguous_format) if result is None else result
 
 
 def reduce_from(tensor: torch.Tensor, comm: mpi.Comm, channel: int = USER) -> torch.Tensor:
     """All-reduce in forward, identity in backward."""
-    if not needs_graph(tensor) or transforms.batches(tensor):
-        return _sum(tensor, comm, channel)
-    if transforms.active():
-        (tensor,) = transforms.align("reduce_from_group", comm, [tensor])
-    return _reduce_from(tensor, comm, channel)
+    result = _in_graph(_ReduceFrom, tensor, comm, channel)
+    return _sum(tensor, comm, channel) if result is None else result
