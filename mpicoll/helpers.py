@@ -132,7 +132,7 @@ class lockstep:
 
     def __enter__(self) -> lockstep:
         if torch.compiler.is_compiling():
-            raise RuntimeError("lockstep: not in torch.compile; compile what lies between the calls")
+            raise RuntimeError("lockstep: not in torch.compile; compile what lies between calls")
         if self._chain is not None:
             raise RuntimeError("lockstep: this scope is active already; make another one")
         self._chain = chains.enter(None if self._comm is None else self._comm._comm)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from .. import watch
 from .._core import mpi
 from ..dispatch import BACKWARD, USER, Call
 from ..ops import OPERATIONS, ReduceOp
-from . import transforms
-from . import lockstep
+from . import lockstep, transforms
 from .dummies import join
 from .functions import apply, needs_graph
 from .nodes import dense, node
@@ -25,18 +26,6 @@ def _sum(tensor: torch.Tensor, comm: mpi.Comm, channel: int) -> torch.Tensor:
 def _anchored(ctx, result: torch.Tensor) -> list[torch.Tensor]:
     """The gradients of the anchors, which hang on the node that ran."""
     return [join(torch.zeros(0, device="cpu"), [result]) for _ in range(ctx.anchors)]
-
-
-def _in_graph(
-    function: type[torch.autograd.Function], tensor: torch.Tensor, comm: mpi.Comm, channel: int
-) -> torch.Tensor | None:
-    """The node for `tensor`; None where the graph needs none."""
-    chain = lockstep.chain_of(comm, tensor.dtype) if watch.ordered else None
-    if chain is not None:
-        result = function.apply(tensor, comm, channel, chain.tip)
-        chain.advance(result)
-        return result
-    return function.apply(tensor, comm, channel) if needs_graph(tensor) else None
 
 
 class _CopyTo(torch.autograd.Function):
@@ -57,7 +46,8 @@ class _CopyTo(torch.autograd.Function):
         gradient = dense(gradient)
         if ctx.tied:
             gradient = transforms.tie(gradient, *ctx.saved_tensors)
-        return reduce_from(gradient, ctx.comm, BACKWARD), None, None
+        result = reduce_from(gradient, ctx.comm, BACKWARD)
+        return result, None, None, *_anchored(ctx, result)
 
     @staticmethod
     def jvp(ctx, tangent, *_):
@@ -96,13 +86,35 @@ _copy_to = node(_CopyTo)
 _reduce_from = node(_ReduceFrom)
 
 
+def _ordered(
+    function: Callable[..., torch.Tensor], tensor: torch.Tensor, comm: mpi.Comm, channel: int
+) -> torch.Tensor | None:
+    """The node in the chain of a lockstep; None where there is none."""
+    chain = lockstep.chain_of(comm, tensor.dtype)
+    if chain is None:
+        return None
+    result = function(tensor, comm, channel, chain.tip)
+    chain.advance(result)
+    return result
+
+
 def copy_to(tensor: torch.Tensor, comm: mpi.Comm, channel: int = USER) -> torch.Tensor:
     """Identity in forward, all-reduce in backward."""
-    result = _in_graph(_CopyTo, tensor, comm, channel)
-    return tensor.clone(memory_format=torch.contiguous_format) if result is None else result
+    ordered = _ordered(_copy_to, tensor, comm, channel) if watch.ordered else None
+    if ordered is not None:
+        return ordered
+    if not needs_graph(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return _copy_to(tensor, comm, channel)
 
 
 def reduce_from(tensor: torch.Tensor, comm: mpi.Comm, channel: int = USER) -> torch.Tensor:
     """All-reduce in forward, identity in backward."""
-    result = _in_graph(_ReduceFrom, tensor, comm, channel)
-    return _sum(tensor, comm, channel) if result is None else result
+    ordered = _ordered(_reduce_from, tensor, comm, channel) if watch.ordered else None
+    if ordered is not None:
+        return ordered
+    if not needs_graph(tensor) or transforms.batches(tensor):
+        return _sum(tensor, comm, channel)
+    if transforms.active():
+        (tensor,) = transforms.align("reduce_from_group", comm, [tensor])
+    return _reduce_from(tensor, comm, channel)

@@ -1,4 +1,4 @@
-"""``lockstep``: every call's backward once, in reverse order, against one process with all ranks."""
+"""``lockstep``: every call's backward once, in reverse order, against one process of all."""
 
 from __future__ import annotations
 
@@ -84,9 +84,6 @@ def oracle(size, a, b):
     return sum(losses)
 
 
-BACKWARD = ["Allreduce", "Allreduce", "Reduce_scatter", "Scatter", "Allreduce", "Allreduce"]
-
-
 @pytest.mark.parametrize("whose", ["all", "one"])
 def test_ranks_with_different_losses(world, everyone, whose):
     size, rank = world.size, world.rank
@@ -103,7 +100,8 @@ def test_ranks_with_different_losses(world, everyone, whose):
     assert len(set(map(tuple, everyone(log)))) == 1
     made = [op for op, direction in log if direction == "backward"]
     assert [op for op in made if op == "Scatter"] == ["Scatter"]
-    assert made[0] == "Allreduce" and made.index("Reduce_scatter") < made.index("Scatter")
+    assert made[0] == "Allreduce"
+    assert made.index("Reduce_scatter") < made.index("Scatter")
 
 
 def test_second_derivatives(world):
@@ -113,7 +111,8 @@ def test_second_derivatives(world):
     def losses(xs, sums):
         total, cubes = sums([x * x for x in xs]), sums([x**3 for x in xs])
         return [
-            (cubes * total).sum() if r == 0 else (total * x).sum() for r, x in zip(ranks, xs)
+            (cubes * total).sum() if r == 0 else (total * x).sum()
+            for r, x in zip(ranks, xs, strict=True)
         ]
 
     ranks = range(size)
@@ -171,8 +170,9 @@ def test_every_kind_of_call(world):
     if x.requires_grad:
         assert x.grad.tolist() == [0.0, 0.0, 0.0]
     assert [op for op, _ in log[before:]] == [
-        "Allreduce", "Allgather", "Alltoall", "Alltoall", "Alltoall", "Scan", "Alltoall", "Gather",
-        "Allgather", *(op for op, _ in log[before + 9 : -1]), "Reduce",
+        "Allreduce",  # of copy_to_group; reduce_from_group has none, Sendrecv is not observed
+        "Allgather", "Alltoall", "Alltoall", "Alltoall", "Scan", "Alltoall", "Gather", "Allgather",
+        "Bcast", "Bcast", "Allreduce", "Reduce",  # the first three: MAX on a root
     ]  # fmt: skip
 
 
@@ -191,11 +191,11 @@ def test_scopes(world, works):
             assert not sub.Allreduce(x, MPI_SUM).requires_grad
         assert not world.Allreduce(x.detach(), MPI_SUM).requires_grad
         same.backward(None)
-        with pytest.raises(RuntimeError, match="transform of torch.func"):
+        with pytest.raises(RuntimeError, match="inside a transform"):
             torch.func.grad(lambda t: sub.Allreduce(t, MPI_SUM).sum())(x)
         with pytest.raises(ValueError, match="one number"):
             step.backward(x)
-        with pytest.raises(TypeError, match="NoneType|float"):
+        with pytest.raises(TypeError, match="not float"):
             step.backward(1.0)
     assert x.grad.tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(RuntimeError, match="inside the with block"):
