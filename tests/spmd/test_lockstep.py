@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch
 import mpicoll
 import mpicoll.nn.functional as F
 from mpicoll import MPI_MAX, MPI_SUM, watch
+from mpicoll.algorithms import Join
 from mpicoll.ops import ReduceOp
 
 
@@ -220,3 +222,89 @@ def test_checkpoint(world):
     total = world.size * (sum(t.sin() for t in xs).exp().sum() + sum(xs).sum())
     (expected,) = torch.autograd.grad(total, [xs[world.rank]])
     torch.testing.assert_close(x.grad, expected)
+
+
+def outcome(name, root, given):
+    """What all ranks get, from what all ranks give."""
+    size = len(given)
+    if name == "sum":
+        return [sum(given)] * size
+    if name == "product":
+        return [torch.stack(given).prod(0)] * size
+    if name == "bcast":
+        return [given[root]] * size
+    if name == "shift":
+        return [given[r - 1] for r in range(size)]
+    return [torch.stack(given).sin().sum(0)] * size
+
+
+def call(comm, name, root, x):
+    rank, size = comm.rank, comm.size
+    if name == "sum":
+        return comm.Allreduce(x, MPI_SUM)
+    if name == "product":
+        return F.all_reduce(x, ReduceOp.PRODUCT, comm)
+    if name == "bcast":
+        return comm.Bcast(x, root)
+    if name == "all_gather":
+        return torch.stack(F.all_gather(x, comm)).sin().sum(0)
+    handle = comm.Isend(x, (rank + 1) % size, 7)
+    into = comm.Recv(torch.empty(3, dtype=x.dtype), (rank - 1) % size, 7)
+    comm.Wait(handle)
+    return into
+
+
+def random_losses(seed, size, xs, ranks, apply):
+    """The loss of each of `ranks`, None where it uses nothing, in a random program."""
+    draw, made = random.Random(seed), []
+
+    def given(i, picks, frozen, r):
+        source = xs[i] if picks[r] < 0 else made[picks[r]][i]
+        value = source.cos() * (0.5 + r)
+        return value.detach() if frozen[r] else value
+
+    for _ in range(6):
+        name = draw.choice(["sum", "product", "bcast", "shift", "all_gather"])
+        root = draw.randrange(size)
+        picks = [draw.choice([-1, *range(len(made))]) for _ in range(size)]
+        frozen = [draw.random() < 0.3 for _ in range(size)]
+        made.append(apply(name, root, [given(i, picks, frozen, r) for i, r in enumerate(ranks)]))
+    used = [draw.sample(range(6), draw.randint(0, 2)) for _ in range(size)]
+    return [
+        sum((made[k][i] ** 2).sum() for k in used[r]) if used[r] else None
+        for i, r in enumerate(ranks)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_programs(world, everyone, seed):
+    """First and second derivatives of programs in which each rank goes its own way."""
+    size, rank = world.size, world.rank
+    xs = [leaf(r, seed) for r in range(size)]
+    total = sum(
+        (x - x).sum() if loss is None else loss
+        for x, loss in zip(xs, random_losses(seed, size, xs, range(size), outcome), strict=True)
+    ) + sum((x * 0).sum() for x in xs)
+    first = torch.autograd.grad(total, xs, create_graph=True)
+    second = torch.autograd.grad(first[0].square().sum() + sum((x * 0).sum() for x in xs), xs)
+    x = leaf(rank, seed)
+    with logged() as log, mpicoll.lockstep() as step:
+        (loss,) = random_losses(
+            seed, size, [x], [rank], lambda name, root, t: [call(world, name, root, t[0])]
+        )
+        step.backward(loss, create_graph=True)
+        gradient = torch.zeros_like(x) if x.grad is None else x.grad
+        x.grad = None
+        torch.testing.assert_close(gradient, first[rank])
+        step.backward(gradient.square().sum() if rank == 0 else None)
+    torch.testing.assert_close(torch.zeros_like(x) if x.grad is None else x.grad, second[rank])
+    assert len(set(map(tuple, everyone(log)))) == 1
+
+
+def test_join_refuses(world):
+    sub = world.Dup()
+    with Join([sub], on_error="propagate") as context, mpicoll.lockstep():
+        context.notify_join_context(sub)
+        with pytest.raises(RuntimeError, match="in a Join context"):
+            sub.Allreduce(torch.ones(1), MPI_SUM)
+    sub.Free()
