@@ -9,7 +9,8 @@ import torch
 from .. import watch
 from .._core import mpi
 from ..dispatch import BACKWARD, USER, Call
-from ..ops import OPERATIONS, ReduceOp
+from ..ops import OPERATIONS, Kind, ReduceOp
+from ..staging import kind_of
 from . import lockstep, transforms
 from .dummies import join
 from .functions import apply, needs_graph
@@ -90,7 +91,8 @@ def _ordered(
     function: Callable[..., torch.Tensor], tensor: torch.Tensor, comm: mpi.Comm, channel: int
 ) -> torch.Tensor | None:
     """The node in the chain of a lockstep; None where there is none."""
-    chain = lockstep.chain_of(comm, tensor.dtype)
+    # What cannot be added has no gradient here.
+    chain = lockstep.chain_of(comm, tensor.dtype, kind_of(tensor.dtype) is not Kind.OTHER)
     if chain is None:
         return None
     result = function(tensor, comm, channel, chain.tip)
